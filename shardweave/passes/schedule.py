@@ -42,7 +42,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -145,9 +145,18 @@ def transfer_cause(tasks: TaskGraph, task: int) -> str:
 
 def candidate_keys(tasks: TaskGraph) -> Iterator[list[Key]]:
     """The sets of keys that `Schedule` tries. The last part of a key is the task's number."""
+    in_graph_order = _early_starts(tasks, [(task,) for task in range(len(tasks.nodes))])
     if any(transfer_cause(tasks, task) == "activation" for task in range(len(tasks.nodes))):
-        yield _early_starts(tasks, _by_segments(tasks))
-    yield _early_starts(tasks, [(task,) for task in range(len(tasks.nodes))])
+        by_segments = _early_starts(tasks, _by_segments(tasks))
+        yield by_segments
+        if _ranked(by_segments) == _ranked(in_graph_order):  # as in the forward of one sub-batch
+            return
+    yield in_graph_order
+
+
+def _ranked(keys: Sequence[Key]) -> list[int]:
+    """The tasks by their keys."""
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def _early_starts(tasks: TaskGraph, keys: list[Key]) -> list[Key]:
@@ -419,7 +428,7 @@ def _begins(tasks: TaskGraph, keys: Sequence[Key]) -> list[float]:
         seconds=[seconds if mine else 0.0 for seconds, mine in zip(machines.seconds, moves)],
         machine=[machine if mine else "" for machine, mine in zip(machines.machine, moves)],
     )
-    place = {task: float(index) for index, task in enumerate(sorted(range(len(keys)), key=keys.__getitem__))}
+    place = {task: float(index) for index, task in enumerate(_ranked(keys))}
     return machines.scheduled([place[task] for task in range(len(keys))], 1)[1]
 
 
@@ -601,69 +610,17 @@ class Schedule(Pass):
             if not self.cross_pass:
                 tasks = tasks.after(recompute_barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
-            best = self._best(tasks, None)
-            if room is not None and best.peak_bytes > room:  # else a limit that is just met makes no step slower
-                best = self._best(tasks, room)
-                fits &= best.peak_bytes <= room
+            best = self.best(tasks, room)
+            fits &= room is None or best.peak_bytes <= room
             order += [nodes[task] for task in best.order]
             held += tasks.kept_bytes
         return order, fits
 
-    def _best(self, tasks: TaskGraph, room: int | None) -> ScheduledOrder:
-        """The fastest order that fits into `room` bytes; where none does, the one with the lowest peak."""
-        # 1. Orders with as many gathers ahead as they ask for, up to one that is as fast as any can be and fits.
-        bound = _lower_bound(tasks) * _SAME_TIME_RATIO
-        limit = math.inf if room is None else room
-        free: list[tuple[ScheduledOrder, _OrderFinder]] = []
-        for order in self._orders(tasks) if tasks.kept_bytes <= limit else ():
-            free.append((order(compute_limit=limit, communication_limit=math.inf), order))
-            if free[-1][0].seconds <= bound and free[-1][0].peak_bytes <= limit:
-                break
-        # 2. Where none fits, find the order with the lowest peak.
-        best: ScheduledOrder | None = None
-        if not any(order.peak_bytes <= limit for order, _ in free):
-            best = _least_memory([*self._orders(tasks)])
-        # 3. The fastest order that fits, unless none can.
-        if best is None or best.peak_bytes <= _INFEASIBLE_RATIO * limit:
-            best = _fastest_of(free, limit, best)
-        # 4. Bidirectional schedules, where communication stays exposed or memory is short.
-        if self.max_prefetch is None and (best.seconds > bound or best.peak_bytes > limit):
-            held = tasks.after(gather_ahead_edges(tasks, max(GATHER_DEPTHS)))
-            for each in bidirectional_schedules(held)[:_MAX_BIDIRECTIONAL_ORDERS]:
-                found = [self._simulated(tasks, each.order)]
-                if found[0].seconds > each.seconds * _SAME_TIME_RATIO:  # early starts take bandwidth from others
-                    found.append(self._simulated(tasks, order_by_begin(held, each.begins, ahead=False)))
-                for other in found:
-                    best = other if _better(other, best, limit) else best
-        return best
-
-    def _simulated(self, tasks: TaskGraph, order: Sequence[int]) -> ScheduledOrder:
-        """A given order with late waits, timed on the device's streams."""
-        return _with_late_waits(tasks, simulate_order(tasks, order, Contention.of(self.cluster.device)))
-
-    def _orders(self, tasks: TaskGraph) -> Iterator[_OrderFinder]:
-        """The orders that are tried, as functions of their memory limits."""
-        contention = Contention.of(self.cluster.device)
-        depths = [(ahead, UNLIMITED) for ahead in GATHER_DEPTHS]
-        depths += [(min(GATHER_DEPTHS), reductions) for reductions in REDUCTION_DEPTHS]
-        if self.max_prefetch is not None:
-            depths = [(self.max_prefetch, self.max_prefetch)]
-
-        def order(tasks: TaskGraph, ahead: int, reductions: int) -> _OrderFinder:
-            found = partial(
-                list_schedule, tasks, held, groups, max_prefetch=ahead, reductions=reductions, contention=contention
-            )
-            return partial(_found_with_late_waits, tasks, found)
-
-        for keys in candidate_keys(tasks):
-            groups = gather_groups_of(tasks, keys)
-            held = keys_by_first_use(tasks, keys, groups)
-            yield from (order(tasks, *depth) for depth in depths)
-            if self.max_prefetch is None:
-                yield from (
-                    order(tasks.after(edges), max(GATHER_DEPTHS), UNLIMITED)
-                    for edges in delayed_gathers(tasks, keys, groups, max(GATHER_DEPTHS))
-                )
+    def best(self, tasks: TaskGraph, room: int | None = None) -> ScheduledOrder:
+        """The fastest order found that fits into `room` bytes; where none does, the one with the lowest peak."""
+        search = _OrderSearch(tasks, Contention.of(self.cluster.device), self.max_prefetch)
+        best = search.best(math.inf)
+        return best if room is None or best.peak_bytes <= room else search.best(room)
 
 
 def layer_outputs(
@@ -718,19 +675,110 @@ def _left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedLayer
     return found
 
 
-def _fastest_of(
-    free: Sequence[tuple[ScheduledOrder, _OrderFinder]], limit: float, best: ScheduledOrder | None
+class _OrderSearch:
+    """Tries orders of the tasks of one graph. Those without memory limits are made once for all limits."""
+
+    def __init__(self, tasks: TaskGraph, contention: Contention, max_prefetch: int | None) -> None:
+        self.tasks, self.contention, self.max_prefetch = tasks, contention, max_prefetch
+        self.fast_enough = _lower_bound(tasks) * _SAME_TIME_RATIO
+
+    def best(self, limit: float) -> ScheduledOrder:
+        """The fastest order that fits into `limit` bytes; where none does, the one with the lowest peak."""
+        best: ScheduledOrder | None = None
+        again: _OrderFinder | None = None
+        # 1. Orders with as much communication under way as they ask for, those first that are the fastest without a
+        #    limit.
+        left: list[tuple[ScheduledOrder, _OrderFinder]] = []
+        for free, order in self._free if self.tasks.kept_bytes <= limit else ():
+            if best is not None and best.seconds <= free.seconds * _SAME_TIME_RATIO:
+                break  # under limits, the others are slower still
+            found = free if free.peak_bytes <= limit else order(compute_limit=limit)
+            if found.peak_bytes > limit:
+                left.append((free, order))
+            elif best is None or _better(found, best, limit):
+                best, again = found, order
+        # 2. Where none fits, the order with the lowest peak. Where that is nearly as low as the limit, or others may be
+        #    faster than what fits, orders whose communication waits for memory, too.
+        if best is None:
+            best = _least_memory(self._finders)
+        for free, order in left if best.peak_bytes <= _INFEASIBLE_RATIO * limit else ():
+            if best.peak_bytes <= limit and best.seconds <= free.seconds * _SAME_TIME_RATIO:
+                break
+            found, most = _within_limit(order, limit)
+            if found.peak_bytes <= limit and _better(found, best, limit):
+                best, again = found, partial(order, communication_limit=most)
+        # 3. With less memory, as long as it is as fast.
+        if again is not None:
+            best = _with_less_memory(best, again)
+        # 4. Bidirectional schedules, where communication stays exposed or memory is short.
+        if self.max_prefetch is None and (best.seconds > self.fast_enough or best.peak_bytes > limit):
+            for other in self._bidirectional:
+                best = other if _better(other, best, limit) else best
+        return best
+
+    @cached_property
+    def _free(self) -> list[tuple[ScheduledOrder, _OrderFinder]]:
+        """Orders without limits, the fastest one first; those up to one that is as fast as any can be."""
+        found: list[tuple[ScheduledOrder, _OrderFinder]] = []
+        for order in self._finders:
+            found.append((order(), order))
+            if found[-1][0].seconds <= self.fast_enough:
+                break
+        return sorted(found, key=lambda each: each[0].seconds)
+
+    @cached_property
+    def _bidirectional(self) -> list[ScheduledOrder]:
+        """The orders of bidirectional schedules, with late waits, timed on the device's streams."""
+        found = []
+        held = self.tasks.after(gather_ahead_edges(self.tasks, max(GATHER_DEPTHS)))
+        for each in bidirectional_schedules(held)[:_MAX_BIDIRECTIONAL_ORDERS]:
+            found.append(self._simulated(each.order))
+            if found[-1].seconds > each.seconds * _SAME_TIME_RATIO:  # early starts take bandwidth from others
+                found.append(self._simulated(order_by_begin(held, each.begins, ahead=False)))
+        return found
+
+    def _simulated(self, order: Sequence[int]) -> ScheduledOrder:
+        return _with_late_waits(self.tasks, simulate_order(self.tasks, order, self.contention))
+
+    @cached_property
+    def _finders(self) -> list[_OrderFinder]:
+        """What makes the orders of list scheduling that are tried."""
+        found: list[_OrderFinder] = []
+        num_reductions = len(_starts(self.tasks, "gradient"))
+        for keys in candidate_keys(self.tasks):
+            groups = gather_groups_of(self.tasks, keys)
+            held = keys_by_first_use(self.tasks, keys, groups)
+            # 1. Few gathers ahead, and few reductions. Depths beyond the number of them all make the same order.
+            depths = [(ahead, UNLIMITED) for ahead in GATHER_DEPTHS]
+            depths += [(min(GATHER_DEPTHS), reductions) for reductions in REDUCTION_DEPTHS]
+            if self.max_prefetch is not None:
+                depths = [(self.max_prefetch, self.max_prefetch)]
+            depths = [(min(ahead, len(groups)), min(reductions, num_reductions)) for ahead, reductions in depths]
+            finders = [(self.tasks, *depth) for depth in dict.fromkeys(depths)]
+            # 2. Delayed gathers and reductions.
+            if self.max_prefetch is None:
+                delayed = delayed_gathers(self.tasks, keys, groups, max(GATHER_DEPTHS))
+                finders += [(self.tasks.after(edges), max(GATHER_DEPTHS), UNLIMITED) for edges in delayed]
+            found += [partial(_list_scheduled, *each, held, groups, self.contention) for each in finders]
+        return found
+
+
+def _list_scheduled(
+    tasks: TaskGraph,
+    ahead: int,
+    reductions: int,
+    keys: Sequence[Key],
+    groups: Sequence[GatherGroup],
+    contention: Contention,
+    compute_limit: float = math.inf,
+    communication_limit: float = math.inf,
 ) -> ScheduledOrder:
-    """The fastest order that fits. `free` has each finder with its order without limits; `best` is a first answer."""
-    again: _OrderFinder | None = None
-    for fastest, order in sorted(free, key=lambda each: each[0].seconds):
-        if best is not None and best.peak_bytes <= limit and best.seconds <= fastest.seconds * _SAME_TIME_RATIO:
-            break  # under limits, the others are slower still
-        found, most = (fastest, math.inf) if fastest.peak_bytes <= limit else _within_limit(order, limit)
-        if found.peak_bytes <= limit and (best is None or _better(found, best, limit)):
-            best, again = found, partial(order, communication_limit=most)
-    assert best is not None  # none is given only where one of the others fits
-    return best if again is None else _with_less_memory(best, again)
+    """The order that list scheduling makes under these limits, with late waits."""
+    limits = {"compute_limit": compute_limit, "communication_limit": communication_limit}
+    found = list_schedule(
+        tasks, keys, groups, max_prefetch=ahead, reductions=reductions, contention=contention, **limits
+    )
+    return _with_late_waits(tasks, found)
 
 
 def _least_memory(orders: Sequence[_OrderFinder]) -> ScheduledOrder:
@@ -771,13 +819,6 @@ def _within_limit(order: _OrderFinder, limit: float) -> tuple[ScheduledOrder, fl
         if again.peak_bytes <= limit:
             return again, less
     return found, limit
-
-
-def _found_with_late_waits(
-    tasks: TaskGraph, find: _OrderFinder, compute_limit: float, communication_limit: float
-) -> ScheduledOrder:
-    """The order that `find` makes under these limits, with late waits."""
-    return _with_late_waits(tasks, find(compute_limit=compute_limit, communication_limit=communication_limit))
 
 
 def _with_less_memory(best: ScheduledOrder, order: _OrderFinder) -> ScheduledOrder:

@@ -86,7 +86,7 @@ def held(tasks: TaskGraph) -> list[list[Edge]]:
 
 
 def seconds_of(tasks: TaskGraph) -> float:
-    return Schedule(without_slowdown("dgx-a100", 1))._best(tasks, None).seconds
+    return Schedule(without_slowdown("dgx-a100", 1)).best(tasks).seconds
 
 
 def test_gathers_move_between_activations() -> None:
@@ -107,7 +107,7 @@ def test_a_model_exposes_less_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     exposed, computed, bound = [], sum(forward.seconds), exposed_at_least(forward)
     for orders in (delayed_gathers, lambda *_: []):
         monkeypatch.setattr(schedule, "delayed_gathers", orders)
-        exposed.append(Schedule(cluster)._best(forward, None).seconds - computed)
+        exposed.append(Schedule(cluster).best(forward).seconds - computed)
     assert bound <= exposed[0] <= 1.15 * bound < 1.2 * bound < exposed[1]
 
 

@@ -20,4 +20,4 @@ def test_where_links_are_shared_nothing_is_started_ahead_of_its_time() -> None:
     later = simulate_order(backward, order_by_begin(backward, fastest.begins, ahead=False))
     assert ahead.seconds > 1.04 * fastest.seconds and later.seconds < 0.99 * ahead.seconds
     assert sorted(later.order) == sorted(ahead.order)
-    assert Schedule(cluster)._best(backward, None).seconds == pytest.approx(later.seconds, rel=0.01)
+    assert Schedule(cluster).best(backward).seconds == pytest.approx(later.seconds, rel=0.01)

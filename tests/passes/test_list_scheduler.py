@@ -221,7 +221,7 @@ def test_a_layer_is_within_five_percent_of_the_best_order(
 
 def check_within_five_percent(cluster: Cluster, parts: Sequence[TaskGraph]) -> None:
     for tasks in parts:
-        found = Schedule(cluster)._best(tasks, None).seconds
+        found = Schedule(cluster).best(tasks).seconds
         best, _ = best_seconds(tasks, enough=found / 1.05)  # or what CP-SAT has proven when it runs out of time
         assert best > 0
         assert best - rounding(tasks) <= found <= 1.05 * best
@@ -329,7 +329,7 @@ MODELS = [
 
 def exposed_seconds(cluster: Cluster, parts: Sequence[TaskGraph]) -> float:
     """Of communication, in the orders that the schedule finds."""
-    return sum(Schedule(cluster)._best(tasks, None).seconds - sum(tasks.seconds) for tasks in parts)
+    return sum(Schedule(cluster).best(tasks).seconds - sum(tasks.seconds) for tasks in parts)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model)))
