@@ -17,7 +17,7 @@ import operator
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import FunctionType
@@ -235,6 +235,7 @@ def _joint_graph(
                 raise changes[0].error
             reads = reads.without({change.shown for change in changes})  # a call of the model itself sets them
         _name_once(module)
+        _assign_data_in_place(module.graph)
         fold_constant_masks(module.graph)
         module.recompile()
         codegen = module.graph._codegen
@@ -249,6 +250,23 @@ def _joint_graph(
         if traced:
             save_graph(traced[0], joint.graph_module)
     return joint.graph_module, joint.out_spec, reads
+
+
+def _assign_data_in_place(graph: fx.Graph) -> None:
+    """Let ``x.data = value`` write into x, where the value has its shape and dtype: AOTAutograd refuses ``set_``."""
+    data_of: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+    for node in graph.find_nodes(op="call_function", target=torch.Tensor.set_):
+        if len(node.args) != 2 or not all(isinstance(each, fx.Node) for each in node.args):
+            continue
+        old, new = (each.meta["example_value"] for each in node.all_input_nodes)
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            continue
+        with graph.inserting_before(node):
+            target, value = (graph.call_function(data_of, (each,)) for each in node.args)
+            graph.call_method("copy_", (target, value))
+        for user in list(node.users):  # it sets the version counter
+            graph.erase_node(user)
+        graph.erase_node(node)
 
 
 def _name_once(module: nn.Module) -> None:
@@ -353,11 +371,14 @@ def _captured_step(
         kind = type(described).__name__
         if kind == "InputMutationAOTOutput":
             target = getattr(described.mutated_input, "target", "")
-            if type(described.mutated_input).__name__ != "BufferAOTInput":
+            target = shared.get(target, tied.get(target, target))
+            if type(described.mutated_input).__name__ != "BufferAOTInput" and not _is_like_buffer(model, target, value):
                 what = f"parameter {target}" if target else f"input {names[described.mutated_input.idx]}"
                 reason, way_out = f"it changes its {what} in place", f"Copy that {what.split()[0]} first (.clone())."
+                if target:
+                    way_out = "Compute with a changed copy of it, or change it between steps, under torch.no_grad()."
                 raise capture_error(model, reason, *module_and_line(model, value), way_out_of(value, way_out))
-            mutated[shared.get(target, target)] = value
+            mutated[target] = value
         elif kind == "PlainAOTOutput":
             returned.append(value)
         elif kind == "GradAOTOutput" and type(described.grad_of).__name__ == "PlainAOTInput":
@@ -388,7 +409,7 @@ def _captured_step(
     for name, first in tied.items():
         if name != first:
             aliases[first] = (*aliases.get(first, ()), name)
-    return Captured(
+    captured = Captured(
         module,
         parameters,
         buffers,
@@ -410,6 +431,34 @@ def _captured_step(
         model.training,
         input_gradients=input_gradients,
     )
+    return with_buffers(captured, mutated)
+
+
+def with_buffers(captured: Captured, names: Collection[str]) -> Captured:
+    """The step with those of its frozen parameters among `names` handled as buffers. Its graph is changed."""
+    moved = {node: name for node, name in captured.parameters.items() if name in {*names} - {*captured.gradients}}
+    if not moved:
+        return captured
+    # The graph has parameters first, then buffers
+    parameters = {node: name for node, name in captured.parameters.items() if node not in moved}
+    placeholders = {node.name: node for node in captured.graph.graph.find_nodes(op="placeholder")}
+    others = [node for name, node in placeholders.items() if name not in captured.parameters]
+    for name in moved:
+        if others:
+            others[0].prepend(placeholders[name])
+    captured.graph.recompile()
+    return replace(captured, parameters=parameters, buffers={**moved, **captured.buffers})
+
+
+def _is_like_buffer(model: nn.Module, name: str, value: Any) -> bool:
+    """Whether a parameter that the forward changes to `value` in place may be handled as a buffer: it is frozen.
+
+    As the parameters of a momentum encoder are. The step computes with all of it in its own dtype.
+    """
+    parameter = dict(model.named_parameters(remove_duplicate=False)).get(name)
+    if parameter is None or parameter.requires_grad or not isinstance(value, fx.Node):
+        return False
+    return bool(parameter.dtype == value.meta["val"].dtype)
 
 
 _ASSERTS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from shardweave.compiler.capture import capture
+from shardweave.compiler.capture import capture, with_buffers
 from shardweave.compiler.capture_errors import internal_errors
 from shardweave.compiler.dynamo_workarounds import gc_paused
 from shardweave.compiler.guards import index_checks
@@ -376,6 +376,7 @@ class Compiler:
         options = replace(self.options, micro_batches=None, sub_batches=None)
         made = Compiler(model, self.cluster, inputs, options, None, self.batch)
         # 2. Lower it with the strategies of the plan, as far as its batch can be cut. Its parameters stay.
+        made._take(with_buffers(made.captured, {each.name for each in first.step.spec.buffers}))
         captured, layouts = made.annotated.captured, {each.name: each.layout for each in first.step.spec.parameters}
         for name in set(captured.parameters.values()).difference(layouts):
             layouts[name] = Layout.replicated(model.get_parameter(name).shape)

@@ -456,7 +456,7 @@ class ParallelModule(nn.Module):
     def _add_step(self, compiled: CompiledStep, model: nn.Module, trains: bool) -> _BoundStep:
         """Bind a step for other inputs. Collective."""
         spec = compiled.step.spec
-        for each in spec.parameters:
+        for each in (*spec.parameters, *spec.buffers):
             layout = self._layouts.get(each.name, Layout.replicated(each.layout.global_shape))
             if layout != each.layout:
                 raise InputError(
@@ -667,8 +667,8 @@ class ParallelModule(nn.Module):
         execute: Executor = step.attributes["_execute"]
         copied = dataclasses.replace(
             execute,
-            parameters=TensorLookup(self, execute.spec.parameters, "_parameters", self.mesh),
-            buffers=TensorLookup(self, execute.spec.buffers, "_buffers", self.mesh),
+            parameters=TensorLookup(self, execute.spec.parameters, self.mesh),
+            buffers=TensorLookup(self, execute.spec.buffers, self.mesh),
             seeds=(lambda: self._seeds()) if execute.spec.draws else None,
             check=None,
             shared=self._accumulation,
@@ -719,8 +719,8 @@ def _bound_attributes(
         spec,
         mesh.coordinates,
         *graphs,
-        TensorLookup(module, spec.parameters, "_parameters", mesh),
-        TensorLookup(module, spec.buffers, "_buffers", mesh),
+        TensorLookup(module, spec.parameters, mesh),
+        TensorLookup(module, spec.buffers, mesh),
         ()
         if step.backward is None
         else tangents_of_gradients(_single_run_backward(step), spec)[len(spec.differentiable_inputs) :],

@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -330,10 +330,9 @@ class TensorLookup:
         self,
         root: nn.Module,
         specs: Iterable[ParameterSpec],
-        kind: Literal["_parameters", "_buffers"],
         mesh: RuntimeMesh,
     ) -> None:
-        self._specs, self._kind, self._mesh = tuple(specs), kind, mesh
+        self._specs, self._mesh = tuple(specs), mesh
         self._places = [self._place_of(root, spec.name) for spec in self._specs]
         self._aliases = [
             (spec, self._place_of(root, spec.name), self._place_of(root, alias))
@@ -345,7 +344,8 @@ class TensorLookup:
 
     def _place_of(self, root: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
         path, _, leaf = name.rpartition(".")
-        return getattr(submodule(root, path), self._kind), leaf
+        owner = submodule(root, path)
+        return owner._buffers if leaf in owner._buffers else owner._parameters, leaf  # type: ignore[return-value]
 
     def __call__(self) -> list[torch.Tensor]:
         """The current tensors.
