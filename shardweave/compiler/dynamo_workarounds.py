@@ -54,6 +54,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _builtins_known(),
         recurrent_layers(),
         _ctc_losses(),
+        _covariances(),
         _averaging_norms(),
         _without_checks(),
         _raises_as_asserts(),
@@ -168,11 +169,12 @@ def _ctc_losses() -> contextlib.AbstractContextManager[None]:
         if targets.dim() == 1 and not isinstance(lengths, Tensor):
             rows = [nn.functional.pad(row, (0, max(lengths) - len(row))) for row in torch.split(targets, [*lengths])]
             targets = torch.stack(rows)
-        if targets.dim() == 1:
-            raise ValueError(_CONCATENATED)
         inputs, lengths = (_numbers(value, targets) for value in (inputs, lengths))
+        counted = lengths
+        if targets.dim() == 1:
+            targets, counted = _target_rows(targets, lengths, len(log_probs) + 1)
         op = torch.ops.shardweave.ctc_loss.default
-        loss: Tensor = op(log_probs, targets, inputs, lengths, blank, zero_infinity)[0]
+        loss: Tensor = op(log_probs, targets, inputs, counted, blank, zero_infinity)[0]
         if zero_infinity:
             loss = torch.where(loss == torch.inf, torch.zeros_like(loss), loss)
         if reduction == 1:
@@ -190,10 +192,45 @@ def _numbers(values: Any, like: Tensor) -> Tensor:
     return torch.cat([like.new_full((1,), value, dtype=torch.long) for value in values])
 
 
-_CONCATENATED = (
-    "the targets of a ctc_loss are one row, whose parts depend on the values of target_lengths: pass targets of the "
-    "shape (rows, longest target), padded with any label"
-)
+def _target_rows(targets: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Concatenated targets as rows, and the lengths of these: of `longest` labels, if a target has so many or more.
+
+    A target that is longer than its input has no alignment, however long it is.
+    """
+    columns = torch.arange(min(longest, len(targets)), device=targets.device)
+    places = (lengths.cumsum(0) - lengths)[:, None] + columns
+    return targets[places.clamp(max=len(targets) - 1)], lengths.clamp(max=longest)
+
+
+def _covariances() -> contextlib.AbstractContextManager[None]:
+    """While this runs, torch.cov and torch.corrcoef are traced without the checks of their weights' values."""
+
+    def cov(
+        x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+    ) -> Tensor:
+        x = x.reshape(1, -1) if x.dim() < 2 else x
+        if fweights is None and aweights is None:
+            centered = x - x.mean(1, keepdim=True)
+            return (centered @ centered.mH / max(x.shape[1] - correction, 0)).squeeze()
+        given = [each.to(x.dtype) for each in (fweights, aweights) if each is not None]
+        weights = given[0] if len(given) == 1 else given[0] * given[1]
+        total = weights.sum()
+        centered = x - (x * weights).sum(1, keepdim=True) / total
+        ratio = 1 if aweights is None else (weights * aweights.to(x.dtype)).sum() / total
+        count = total - correction * ratio
+        return ((centered * weights) @ centered.mH / count.clamp_min(0)).squeeze()
+
+    def corrcoef(x: Tensor) -> Tensor:
+        found = cov(x)
+        if not found.dim():
+            return found / found
+        variances = found.diagonal()
+        deviations = (variances.real if found.is_complex() else variances).sqrt()
+        found = found / deviations[:, None] / deviations
+        return found if found.is_complex() else found.clamp(-1, 1)
+
+    aten = torch.ops.aten
+    return _traced_as({aten.cov.default: cov, aten.corrcoef.default: corrcoef})
 
 
 @contextlib.contextmanager
