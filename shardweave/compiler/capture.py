@@ -41,7 +41,7 @@ from shardweave.compiler.capture_errors import (
 )
 from shardweave.compiler.constant_masks import fold_constant_masks
 from shardweave.compiler.dynamo_workarounds import traceable
-from shardweave.compiler.guards import after_a_call, reads_of, recorded_effects
+from shardweave.compiler.guards import after_a_call, numbers_of_buffers, reads_of, recorded_effects
 from shardweave.compiler.mixed_precision import cast, cast_inputs_inside, take_cast_parameters, working_copies
 from shardweave.compiler.plan_cache import cached_graph, save_graph, trace_key
 from shardweave.ir import (
@@ -222,15 +222,16 @@ def _joint_graph(
         for leaf in (leaf for leaf, wants in zip(pytree.tree_leaves((args, kwargs)), wanted, strict=True) if wants):
             leaf.requires_grad_()
         stack.enter_context(traceable(model))
+        fixed = stack.enter_context(numbers_of_buffers())
         stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
         with recorded_effects() as effects:
             module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
-        reads, changes = reads_of(module, model, effects)
+        reads, changes = reads_of(module, model, effects, fixed)
         if changes:
             with after_a_call(changes), recorded_effects() as later:
                 again = dynamo_graph_capture_for_export(model)(*args, **kwargs)
-                still = reads_of(again, model, later)[1]
+                still = reads_of(again, model, later, fixed)[1]
             if still or again.code != module.code:
                 raise changes[0].error
             reads = reads.without({change.shown for change in changes})  # a call of the model itself sets them

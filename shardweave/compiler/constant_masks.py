@@ -26,11 +26,11 @@ _MAX_BYTES = 2**30
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior, operator.ixor}
 
 
-class _NotConstantError(Exception):
+class NotConstantError(Exception):
     """A value depends on more than the graph, or is too large."""
 
 
-class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ConstantOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets no op run that draws random numbers, leaves memory as it is, or has a result that is too large.
 
     Pointwise ops compute a value once that repeats along a dimension of all their inputs.
@@ -38,12 +38,12 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.name():
-            raise _NotConstantError
+            raise NotConstantError
         if torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
             return _pointwise(op, args, kwargs or {})
         result = op(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and _bytes(_stored(result)) > _MAX_BYTES:
-            raise _NotConstantError
+            raise NotConstantError
         return result
 
 
@@ -55,7 +55,7 @@ def _pointwise(op: Any, args: Any, kwargs: Any) -> Any:
     stored = [leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     computed: torch.Size = torch.broadcast_shapes(*stored)  # type: ignore[no-untyped-call]
     if computed.numel() > _MAX_BYTES:  # a byte each, at the least
-        raise _NotConstantError
+        raise NotConstantError
     return op(*args, **kwargs).expand(shape)
 
 
@@ -173,7 +173,7 @@ def _value(wanted: fx.Node, constants: Iterable[fx.Node]) -> Tensor:
         left += sources
     values: dict[fx.Node, Any] = {}
     cpu = torch.device("cpu")
-    with torch.no_grad(), _Constants():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), ConstantOps():  # type: ignore[no-untyped-call]
         for node in constants:
             if node not in needed:
                 continue
@@ -187,5 +187,5 @@ def _value(wanted: fx.Node, constants: Iterable[fx.Node]) -> Tensor:
                 break
     result = values[wanted]
     if not isinstance(result, Tensor) or result.dim() < 2:
-        raise _NotConstantError
+        raise NotConstantError
     return result

@@ -268,6 +268,43 @@ def _without_checks() -> Iterator[None]:
 _BRANCHES = "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE"
 
 
+Jump = Callable[[Any, Any], None]
+
+
+@contextlib.contextmanager
+def branches_traced(form: Callable[[Any, Any, bool, Jump], None]) -> Iterator[None]:
+    """While this runs, Dynamo traces a branch on a tensor by `form`.
+
+    That gets Dynamo's translator, the instruction, whether it jumps where the tensor is true, and what traces it
+    otherwise.
+    """
+    dynamo: Any = torch._dynamo  # loaded by the first capture, not by the import of this package
+    translators = dynamo.symbolic_convert
+    kinds = (
+        translators.InstructionTranslator,
+        translators.InliningInstructionTranslator,
+        translators.InliningGeneratorInstructionTranslator,
+    )
+
+    def patched(name: str, jump: Jump) -> Jump:
+        jumps_if = name.endswith("TRUE")
+
+        def branch(self: Any, instruction: Any) -> None:
+            if isinstance(self.stack[-1], dynamo.variables.TensorVariable):
+                return form(self, instruction, jumps_if, jump)
+            return jump(self, instruction)
+
+        return branch
+
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            table: list[Any] = list(kind.dispatch_table)
+            for name in set(_BRANCHES) & set(dis.opmap):
+                table[dis.opmap[name]] = patched(name, table[dis.opmap[name]])
+            stack.enter_context(mock.patch.object(kind, "dispatch_table", table))
+        yield
+
+
 @contextlib.contextmanager
 def _raises_as_asserts() -> Iterator[None]:
     """Let Dynamo trace a branch on a tensor as an assert, if one side of it only raises an error.
@@ -276,46 +313,27 @@ def _raises_as_asserts() -> Iterator[None]:
     error is an AssertionError then, with the message or the line of that one.
     """
 
-    dynamo: Any = torch._dynamo  # loaded by the first capture, not by the import of this package
+    dynamo: Any = torch._dynamo
     functions = torch._assert, nn.functional.gaussian_nll_loss  # whose branches Dynamo does not trace by itself
     inlined = dict.fromkeys(functions, dynamo.variables.UserFunctionVariable)
-    translators = dynamo.symbolic_convert
-    kinds = (
-        translators.InstructionTranslator,
-        translators.InliningInstructionTranslator,
-        translators.InliningGeneratorInstructionTranslator,
-    )
 
-    def patched(name: str, jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        jumps_if = name.endswith("TRUE")
+    def branch(self: Any, instruction: Any, jumps_if: bool, jump: Jump) -> None:
+        # 1. Which side raises: the next instruction, or the target of the jump?
+        next_raises = _raised_message(self, self.instruction_pointer)
+        target_raises = _raised_message(self, self.indexof[instruction.target])
+        if (next_raises is None) == (target_raises is None):
+            return jump(self, instruction)
+        # 2. Assert that the other one is taken, and take it.
+        condition = self.pop().as_proxy()
+        if jumps_if == (next_raises is None):
+            condition = self.output.create_proxy("call_method", "logical_not", (condition,), {})
+        arguments = condition, next_raises or target_raises
+        self.output.create_proxy("call_function", torch._assert_async, arguments, {})
+        if next_raises is not None:
+            self.jump(instruction)
+        return None
 
-        def branch(self: Any, instruction: Any) -> None:
-            if not isinstance(self.stack[-1], dynamo.variables.TensorVariable):
-                return jump(self, instruction)
-            # 1. Which side raises: the next instruction, or the target of the jump?
-            next_raises = _raised_message(self, self.instruction_pointer)
-            target_raises = _raised_message(self, self.indexof[instruction.target])
-            if (next_raises is None) == (target_raises is None):
-                return jump(self, instruction)
-            # 2. Assert that the other one is taken, and take it.
-            condition = self.pop().as_proxy()
-            if jumps_if == (next_raises is None):
-                condition = self.output.create_proxy("call_method", "logical_not", (condition,), {})
-            arguments = condition, next_raises or target_raises
-            self.output.create_proxy("call_function", torch._assert_async, arguments, {})
-            if next_raises is not None:
-                self.jump(instruction)
-            return None
-
-        return branch
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(dynamo.trace_rules.get_torch_obj_rule_map(), inlined))
-        for kind in kinds:
-            table: list[Any] = list(kind.dispatch_table)
-            for name in set(_BRANCHES) & set(dis.opmap):
-                table[dis.opmap[name]] = patched(name, table[dis.opmap[name]])
-            stack.enter_context(mock.patch.object(kind, "dispatch_table", table))
+    with mock.patch.dict(dynamo.trace_rules.get_torch_obj_rule_map(), inlined), branches_traced(branch):
         yield
 
 

@@ -21,9 +21,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardweave.compiler.capture_errors import INSTALLED, capture_error
-from shardweave.compiler.dynamo_workarounds import HINTS
+from shardweave.compiler.constant_masks import ConstantOps, NotConstantError
+from shardweave.compiler.dynamo_workarounds import HINTS, Jump, branches_traced
 from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads
 from shardweave.ops import IndexChecks, IndexRange
 from shardweave.sharding import argument, describe, info, shape
@@ -76,6 +79,8 @@ class Effects:
     """Dynamo's sources of containers that are changed in place, with their lengths after a call."""
     hooks: list[tuple[str, str]] = field(default_factory=list)
     """The expressions of parameters and inputs that hooks are registered on, with the methods that register them."""
+    storages: set[int] = field(default_factory=set)
+    """The storages of parameters, buffers and inputs that are written in place."""
 
 
 @contextlib.contextmanager
@@ -93,6 +98,9 @@ def recorded_effects() -> Iterator[Effects]:
         effects.lengths.clear()
         hooks = graph.side_effects.tensor_hooks.values()
         effects.hooks[:] = [(tensor.source.name, method) for tensor, _, _, method in hooks]
+        given = [node for node in graph.placeholders if isinstance(node.meta.get("example_value"), Tensor)]
+        written = [node.meta["grapharg"].example for node in given if node.meta["example_value"]._version]
+        effects.storages.update(example.untyped_storage()._cdata for example in written)
         for item, attributes in graph.side_effects.store_attr_mutations.items():
             if _is_from_outside(item):
                 effects.written.extend(_attribute_write(item.source, name, each) for name, each in attributes.items())
@@ -192,17 +200,125 @@ def _set(value: Any, owner: Any, name: str) -> None:
     setattr(owner, name, value)
 
 
-def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, list[Change]]:
+@contextlib.contextmanager
+def numbers_of_buffers() -> Iterator[dict[Any, Tensor]]:
+    """While this runs, Dynamo takes numbers that are computed from buffers and constants alone as constants.
+
+    These are the conditions of branches, what ``.item()`` and ``int()`` return, and tensors in the place of numbers,
+    as in ``pad(x, (padding, 0))``. Yields Dynamo's sources of the buffers and their values, which become constants of
+    the step. Tensors of the model that are neither buffers nor parameters are handled alike.
+    """
+    from torch._dynamo import utils
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    taken: dict[Any, Tensor] = {}
+    running: list[fx.Node] = []
+    scalar = torch.ops.aten._local_scalar_dense.default
+    scalar_of, run, item = op_implementations_dict[scalar], utils.run_node, TensorVariable.method_item
+
+    def number(node: fx.Node) -> Any:
+        """The number in a node of Dynamo's graph; None if it is no constant."""
+        sources: dict[Any, Tensor] = {}
+        try:
+            with _disable_current_modes(), torch.no_grad(), ConstantOps():  # type: ignore[no-untyped-call]
+                found = _value_of_buffers(node, sources, {}).item()
+        except Exception:  # a function that runs apart from its graph may raise anything
+            return None
+        taken.update(sources)
+        return found
+
+    def number_of_fake(mode: Any, op: Any, value: Any) -> Any:
+        given = running[-1].all_input_nodes if running else []
+        node = next((each for each in given if each.meta.get("example_value") is value), None)
+        if node is None or (found := number(node)) is None:
+            return scalar_of(mode, op, value)
+        arguments = running[-1].args, running[-1].kwargs
+        running[-1].args, running[-1].kwargs = fx.node.map_arg(arguments, lambda x: found if x is node else x)
+        return found
+
+    def run_noted(tracer: Any, node: fx.Node, *args: Any) -> Any:
+        running.append(node)
+        try:
+            return run(tracer, node, *args)
+        finally:
+            running.pop()
+
+    def item_of(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        found = number(self.proxy.node)
+        return item(self, tx, *args, **kwargs) if found is None else ConstantVariable.create(found)
+
+    def branch(self: Any, instruction: Any, jumps_if: bool, jump: Jump) -> None:
+        found = number(self.stack[-1].proxy.node)
+        if found is not None:
+            self.stack[-1] = ConstantVariable.create(bool(found))
+        return jump(self, instruction)
+
+    with (
+        mock.patch.dict(op_implementations_dict, {scalar: number_of_fake}),
+        mock.patch.object(utils, "run_node", run_noted),
+        mock.patch.object(TensorVariable, "method_item", item_of),
+        branches_traced(branch),
+    ):
+        yield taken
+
+
+def _value_of_buffers(node: fx.Node, sources: dict[Any, Tensor], known: dict[fx.Node, Any]) -> Any:
+    """The value of a node of Dynamo's graph, of which `sources` gets the buffers that it is computed from.
+
+    Raises
+    ------
+    NotConstantError
+        It depends on inputs or parameters, on random numbers, or on what is written in place.
+    """
+    if node in known:
+        return known[node]
+    fake = node.meta.get("example_value")
+    if isinstance(fake, Tensor) and fake._version:
+        raise NotConstantError
+    if node.op == "placeholder":
+        given = node.meta["grapharg"]
+        known[node] = value = given.example
+        if type(value) is not Tensor or value.requires_grad or given.source is None:
+            raise NotConstantError
+        sources[given.source] = value
+        return value
+    if node.op not in ("call_function", "call_method"):
+        raise NotConstantError
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _value_of_buffers(arg, sources, known))
+    call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+    known[node] = value = call(*args[node.op == "call_method" :], **kwargs)
+    return value
+
+
+class _Numbers:
+    """The numbers in a tensor. On devices, they are fetched again only when torch counts a new version of it."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakIdKeyDictionary()
+
+    def __call__(self, tensor: Tensor) -> tuple[Any, ...]:
+        numbers: tuple[Any, ...]
+        version, numbers = self._known.get(tensor, (None, ()))
+        if version != tensor._version or tensor.device.type == "cpu":
+            numbers = tuple(tensor.detach().flatten().tolist())
+            self._known[tensor] = tensor._version, numbers
+        return numbers
+
+
+def reads_of(
+    module: Any, model: nn.Module, effects: Effects, buffers: Mapping[Any, Tensor]
+) -> tuple[Reads, list[Change]]:
     """The Python values that the capture of `module` read of `model` and its globals, and those that a call changes.
 
     A forward that changes a value which it reads, such as a default that its first call sets, may do the same in all
-    later calls. A capture `after_a_call` shows whether it does.
+    later calls. A capture `after_a_call` shows whether it does. `buffers` are those whose values became constants.
 
     Raises
     ------
     CaptureError
         The model's forward reads a value that it computes from tensors, such as a state; or it registers hooks on
-        parameters or inputs.
+        parameters or inputs; or it writes one of `buffers`.
     """
     # 1. Turn Dynamo's guards into expressions.
     from torch._dynamo.convert_frame import get_traced_fn
@@ -216,6 +332,14 @@ def reads_of(module: Any, model: nn.Module, effects: Effects) -> tuple[Reads, li
         source = guard.originating_source
         expressions.add(source, guard)
         touched.setdefault(source.name, source)
+    for source, buffer in buffers.items():
+        expressions.add_numbers(source)
+        if buffer.untyped_storage()._cdata in effects.storages:
+            raise capture_error(
+                model,
+                f"a branch or a number depends on {expressions.shown(source.name)}, which its forward writes in place",
+                way_out="Write what depends on it with tensor operations, such as torch.where.",
+            )
     reads = Reads(list(expressions.reads.values()), expressions.names)
     for name, method in effects.hooks:
         raise capture_error(
@@ -316,6 +440,12 @@ class _SourceExpressions:
                 self._note(test or f"({attribute!r} in vars({expression}))", before, f"{shown}.{attribute} being set")
         elif len(chain) > 1 or kind != "TYPE_MATCH":
             self._note(expression, before, shown)
+
+    def add_numbers(self, source: Any) -> None:
+        """Record that the values of a tensor became constants."""
+        expression, before = self._expression(source)
+        self.names["numbers"] = _Numbers()
+        self._note(f"numbers({expression})", before, self.shown(source.name))
 
     def _note(self, expression: str, before: tuple[str, ...], shown: str) -> None:
         self.reads.setdefault(expression, Read((*before, expression), shown))

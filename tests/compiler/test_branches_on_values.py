@@ -1,0 +1,122 @@
+"""Numbers and branches that depend on buffers are constants of a step, and a changed buffer is an error."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardweave as sw
+from shardweave.compiler.capture import capture
+from shardweave.ir import CaptureError, ParallelError
+from shardweave.runtime.launch import WorkerPool
+from tests.compiler.test_capture import assert_computes
+from tests.compiler.training import Way, compile_ways
+from tests.models import Case
+from tests.runtime.loop import DTYPE, same_in_both_worlds, whole
+
+
+class Padded(nn.Module):
+    """Pads by numbers in buffers, as the convolutions of audio codecs do, and branches on others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stride = nn.Buffer(torch.tensor(3), persistent=False)
+        self.share, self.scale = nn.Buffer(torch.ones(2)), nn.Buffer(torch.tensor(2.0))
+        self.half = self.stride // 2  # neither a buffer nor a parameter
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        length = hidden.shape[-1]
+        extra = torch.ceil((length - self.stride) / self.stride).to(torch.int64) * self.stride + self.stride - length
+        if length <= max(extra, self.half):
+            raise ValueError("the input is too short")
+        hidden = F.pad(hidden, (self.half, extra - self.half))
+        if self.share[1] < 1:
+            hidden = hidden + torch.rand_like(hidden)
+        kept = hidden[..., 1 : hidden.shape[-1] - self.half.item()]
+        return (self.down(F.pad(kept, (0, 16 - kept.shape[-1]))) * self.scale * int(self.stride)).square().mean()
+
+
+def draw(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, 8, generator=generator)}
+
+
+def test_numbers_of_buffers_are_constants() -> None:
+    case = Case("padded", Padded, draw)
+    batch = case.batch(0, dtype=DTYPE)
+    captured = capture(case.model(DTYPE), batch)
+    assert_computes(captured, case.model(DTYPE), (), batch)
+    (pad, *_) = captured.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default)
+    assert pad.args[1] == [1, 1]
+
+
+CHANGES: dict[str, Any] = {
+    "stride": lambda module: module.stride.fill_(2), "share": lambda module: module.share[1].fill_(0.5),
+    "half": lambda module: module.half.data.fill_(2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_buffer_is_an_error_that_names_it(name: str) -> None:
+    case = Case("padded", Padded, draw)
+    batch, model = case.batch(0, dtype=DTYPE), case.model(DTYPE)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), batch, progress=False)
+    parallel(**batch).backward()
+    with torch.no_grad():
+        parallel.scale.fill_(3.0)  # only computed with
+        parallel(**batch)
+        parallel.eval()
+        parallel(case.batch(0, size=6, dtype=DTYPE)["x"])  # a step of its own
+        parallel.train()
+        CHANGES[name](parallel)
+    with pytest.raises(ParallelError, match=rf"parallel\.{name} was \(.* when the step was compiled"):
+        parallel(**batch)
+
+
+class Written(nn.Linear):
+    """Branches on a buffer that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.count = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.count < 3:
+            x = x * 2
+        self.count.add_(1)
+        return x.mean()
+
+
+def test_a_branch_on_a_buffer_that_the_step_writes_is_refused() -> None:
+    with pytest.raises(CaptureError, match="depends on model.count, which its forward writes in place"):
+        capture(Written(), torch.ones(4, 8))
+
+
+def losses_and_gradients(case: Case, model: nn.Module) -> Any:
+    seen = []
+    for step in range(2):
+        model.zero_grad()
+        loss = model(**case.batch(step, dtype=DTYPE))
+        loss.backward()
+        seen += [loss.detach(), *(whole(p.grad).clone() for p in model.parameters() if p.grad is not None)]
+    return seen
+
+
+WAYS = [Way("zdp", {"*": "zdp"}), Way("tensor and data", {"up": (2, 1, 1, 2), "down": (1, 2, 1, 2)})]
+
+
+def trains_as_on_one_device(case: Case, pool: WorkerPool) -> None:
+    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, WAYS)
+    run = partial(same_in_both_worlds, partial(losses_and_gradients, case), steps, [way.name for way in WAYS], case)
+    assert pool.run(run, nprocs=4) == [[]] * 4
+
+
+def test_numbers_of_buffers_train_as_on_one_device(pool: WorkerPool) -> None:
+    trains_as_on_one_device(Case("padded", Padded, draw), pool)
