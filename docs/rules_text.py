@@ -93,8 +93,8 @@ Ops between which a size or a number depends on the values of tensors (`x[mask]`
 forward and one in the backward. Every rank computes it whole, so its inputs are gathered, and the batch is not cut into
 micro-batches or sub-batches. What the backward needs of a selection it selects again. In plans, a selection counts as
 large as what it selects from, a number that is a size as the largest dimension of the inputs: only the former bounds
-memory. Random numbers for selected elements (dropout), and results of the model of such a size, are refused in capture,
-and so are branches on values.
+memory. Random numbers for selected elements (dropout), and results of the model of such a size, are refused in capture.
+Branches on values select what both sides assign, where that is possible ([inputs.md](inputs.md)).
 """
 REFUSED: tuple[tuple[str, str, str], ...] = (
     ("masked_scatter", "the n-th element that is masked takes the n-th value: a count over all", "`torch.where`"),

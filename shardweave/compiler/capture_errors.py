@@ -77,7 +77,8 @@ def _error(module: nn.Module, name: str, what: str, way_out: str) -> CaptureErro
 
 _WAY_OUT = (
     "Write that line without branching on the values of tensors and without leaving the graph (torch.where, no "
-    ".tolist(), no printing), then compile again. A branch that only raises an error may stay."
+    ".tolist(), no printing), then compile again. A branch may stay that only raises an error, or whose sides only "
+    "assign local variables, to tensors of the same shape that depend on the same parameters."
 )
 _WAYS_OUT = {
     "embedding_renorm": "An embedding with max_norm changes its table in each call. Leave max_norm out, and keep the "

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+import networkx
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
 from torch.nn.modules import transformer
@@ -57,6 +58,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _covariances(),
         _averaging_norms(),
         _without_checks(),
+        _branches_selected(),
         _raises_as_asserts(),
         _output_hooks(model),
         _no_input_gradients(model),
@@ -265,7 +267,7 @@ def _without_checks() -> Iterator[None]:
         distributions.set_default_validate_args(validates)
 
 
-_BRANCHES = "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE"
+_BRANCHES = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_", "BACKWARD_") for value in ("TRUE", "FALSE")]
 
 
 Jump = Callable[[Any, Any], None]
@@ -354,6 +356,215 @@ def _raised_message(translator: Any, index: int) -> str | None:
         if isinstance(known, str) and (local is not None or name == "LOAD_CONST"):
             texts.append(known)
     return None
+
+
+class _NoSelectionError(Exception):
+    """A branch does more than to assign tensors."""
+
+
+_ENDS = "RETURN", "RAISE", "RERAISE"
+_REFUSED = *_ENDS, "YIELD", "SEND", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME", "DELETE", "IMPORT"
+"""Instructions of these names leave a branch, or change more than local variables."""
+
+
+@contextlib.contextmanager
+def _branches_selected() -> Iterator[None]:
+    """Let Dynamo trace both sides of a branch on a tensor, and select what they assign by `torch.where`.
+
+    Of ``if not torch.isfinite(x).all(): x = torch.clamp(x, -1, 1)``, for one, Dynamo knows no graph. Each side may only
+    assign local variables, to tensors of the same kind. The gradient that flows into a side passes through a selection
+    too, so that what is infinite in the side that is not taken adds nothing.
+
+    Raises
+    ------
+    RuntimeError
+        What was selected, or selected from, is written in place later: the branch does not copy, a selection does.
+    """
+    selected: list[tuple[Tensor, int, str]] = []
+    errors: Any = torch._dynamo.exc
+    refusals = _NoSelectionError, errors.Unsupported, errors.ObservedException, errors.TorchRuntimeError
+
+    def branch(self: Any, instruction: Any, jumps_if: bool, jump: Jump) -> None:
+        starts = self.instruction_pointer, self.indexof[instruction.target]
+        region, end = _region_of_branch(self, self.instruction_pointer - 1)
+        if end is None:
+            return jump(self, instruction)
+        condition, line = self.pop(), self.lineno
+        try:
+            _select(self, condition, starts, region, end, jumps_if, selected)
+        except refusals:
+            self.push(condition)
+            self.current_instruction = instruction
+            self.starts_line(line)
+            return jump(self, instruction)
+        return None
+
+    with branches_traced(branch):
+        yield
+    for value, version, line in selected:
+        if value._version != version:
+            raise RuntimeError(f"what a branch on a tensor assigns is written in place later{line}")
+
+
+def _region_of_branch(translator: Any, branch: int) -> tuple[set[int], int | None]:
+    """The instructions of the two sides of a branch, and where these meet; None if they may not, or are refused."""
+    instructions, leave = translator.instructions, -1
+    # 1. The instructions that may follow each
+    flow = networkx.DiGraph()
+    for index, each in enumerate(instructions):
+        if each.opname.startswith(_ENDS):
+            flow.add_edge(index, leave)
+        elif each.opname not in ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"):
+            flow.add_edge(index, index + 1)
+        if each.target is not None:
+            flow.add_edge(index, translator.indexof[each.target])
+    # 2. The first one that both sides come to, whatever they do before
+    end = networkx.immediate_dominators(flow.reverse(copy=False), leave).get(branch, leave)
+    flow.remove_node(end)
+    region = set() if end == leave else networkx.descendants(flow, branch)
+    if end == leave or flow.has_node(branch) and any(branch in flow[index] for index in region):  # in a loop
+        return region, None
+    return region, None if any(instructions[index].opname.startswith(_REFUSED) for index in region) else end
+
+
+def _select(
+    translator: Any, condition: Any, starts: tuple[int, int], region: set[int], end: int, jumps_if: bool,
+    selected: list[tuple[Tensor, int, str]],
+) -> None:  # fmt: skip
+    """Trace both sides of a branch, and go on behind them with the values that the condition selects.
+
+    `selected` gets the tensors that must not be written from now on, with their versions and the source line.
+    """
+    dynamo: Any = torch._dynamo
+    output, graph = translator.output, translator.output.graph
+
+    def call(kind: str, target: Any, *args: Any) -> Any:
+        proxy = output.create_proxy(kind, target, args, {})
+        return dynamo.variables.builder.wrap_fx_proxy(translator, proxy)
+
+    # 1. The condition as one boolean
+    value = condition.as_proxy().node.meta["example_value"]
+    if value.numel() != 1:
+        raise _NoSelectionError
+    if value.dim():
+        condition = call("call_method", "reshape", condition.as_proxy(), ())
+    if value.dtype != torch.bool:
+        condition = call("call_method", "bool", condition.as_proxy())
+    chosen = condition.as_proxy()
+    # 2. Trace both sides from the same state.
+    before = {node: node.meta["example_value"]._version for node in graph.nodes if _is_tensor(node)}
+    stack, variables, blocks = [*translator.stack], dict(translator.symbolic_locals), [*translator.block_stack]
+    sides: list[tuple[list[Any], dict[str, Any], list[fx.Node]]] = []
+    for start in starts:
+        translator.stack, translator.block_stack = [*stack], [*blocks]
+        translator.symbolic_locals.clear()
+        translator.symbolic_locals.update(variables)
+        translator.instruction_pointer, known = start, {*graph.nodes}
+        with _without_effects() as drawn:
+            while translator.instruction_pointer != end:
+                if translator.instruction_pointer not in region or not translator.step():
+                    raise _NoSelectionError
+        if drawn:
+            raise _NoSelectionError
+        new = [node for node in graph.nodes if node not in known and node.op != "placeholder"]
+        sides.append((translator.stack, dict(translator.symbolic_locals), new))
+    # 3. Refuse what acts beside the values, or writes in place what was there before.
+    for node in (node for _, _, new in sides for node in new):
+        acts = node.target is torch._assert_async or isinstance(node.target, torch._ops.HigherOrderOperator)
+        if acts or isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise _NoSelectionError
+    old = [node for node in graph.nodes if node in before or node.op == "placeholder" and _is_tensor(node)]
+    if any(node.meta["example_value"]._version != before.get(node, 0) for node in old):
+        raise _NoSelectionError
+    # 4. Let gradients enter the side that is taken only.
+    for (_, _, new), is_target in zip(sides, (False, True), strict=True):
+        for node in {arg for user in new for arg in user.all_input_nodes if arg in old}:
+            if node.meta["example_value"].requires_grad:
+                proxy = fx.Proxy(node, chosen.tracer)
+                pair = proxy, call("call_method", "detach", proxy).as_proxy()
+                gate = call("call_function", torch.where, chosen, *(pair if is_target == jumps_if else pair[::-1]))
+                places = gate.as_proxy().node, pair[1].node
+                for made in places:
+                    new[0].prepend(made)
+                places[0].prepend(places[1])
+                for user in new:
+                    user.replace_input_with(node, places[0])
+
+    # 5. Select each variable that is needed later, and what is left on the stack.
+    def merged(one: Any, other: Any) -> Any:
+        one, other = one.realize(), other.realize()
+        if one.is_python_constant() and other.is_python_constant():
+            same = one.as_python_constant(), other.as_python_constant()
+            if type(same[0]) is type(same[1]) and same[0] == same[1]:
+                return other
+        if not (isinstance(one, dynamo.variables.TensorVariable) and isinstance(other, type(one))):
+            raise _NoSelectionError
+        nodes = one.as_proxy().node, other.as_proxy().node
+        values = [node.meta["example_value"] for node in nodes]
+        kinds = {(value.shape, value.dtype, value.device, value.requires_grad) for value in values}
+        if len(kinds) != 1 or values[0].requires_grad and _trained(nodes[0]) != _trained(nodes[1]):
+            raise _NoSelectionError
+        pair = (other.as_proxy(), one.as_proxy()) if jumps_if else (one.as_proxy(), other.as_proxy())
+        result = call("call_function", torch.where, chosen, *pair)
+        place = translator.frame_summary()
+        line = f'\n  File "{place.filename}", line {place.lineno}, in {place.name}\n    {place.line}'
+        values.append(result.as_proxy().node.meta["example_value"])
+        selected.extend((value, value._version, line) for value in values)
+        return result
+
+    (one_stack, ones, _), (other_stack, others, _) = sides
+    if len(one_stack) != len(other_stack):
+        raise _NoSelectionError
+    live = dynamo.bytecode_analysis.livevars_analysis(translator.instructions, translator.instructions[end])
+    pairs = list(zip(one_stack, other_stack, strict=True))
+    translator.stack = [other if one is other else merged(one, other) for one, other in pairs]
+    for name in ones.keys() | others.keys():
+        one, other = ones.get(name), others.get(name)
+        if one is other:
+            continue
+        if name not in live:
+            translator.symbolic_locals.pop(name, None)
+        elif one is None or other is None:
+            raise _NoSelectionError
+        else:
+            translator.symbolic_locals[name] = merged(one, other)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), Tensor)
+
+
+def _trained(node: fx.Node) -> set[fx.Node]:
+    """The inputs of the graph that a value gives gradients to."""
+    found, waiting = {node}, [node]
+    while waiting:
+        more = {arg for arg in waiting.pop().all_input_nodes if arg not in found}
+        found |= more
+        waiting += more
+    return {node for node in found if node.op == "placeholder" and node.meta["example_value"].requires_grad}
+
+
+@contextlib.contextmanager
+def _without_effects() -> Iterator[list[Any]]:
+    """While this runs, Dynamo refuses to change objects that were there before. Yields the ops that draw numbers."""
+    from torch._dynamo.current_scope_id import enter_new_scope
+    from torch._dynamo.side_effects import SideEffects
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    dispatch: Callable[..., Any] = FakeTensorMode.dispatch
+    drawn: list[Any] = []
+
+    def noted(self: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
+            drawn.append(op)
+        return dispatch(self, op, *args, **kwargs)
+
+    with (
+        enter_new_scope(),
+        mock.patch.object(SideEffects, "snapshot_attr_mutation", lambda *_: False),
+        mock.patch.object(FakeTensorMode, "dispatch", noted),
+    ):
+        yield drawn
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         if y.max() > 1:  # the culprit
-            y = y / y.max()
+            y = y[:1]
         result: Tensor = y.sum()
         return result
 

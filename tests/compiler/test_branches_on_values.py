@@ -1,4 +1,4 @@
-"""Numbers and branches that depend on buffers are constants of a step, and a changed buffer is an error."""
+"""Branches on tensors: those on buffers are constants of a step, the others select what both sides assign."""
 
 from __future__ import annotations
 
@@ -99,11 +99,120 @@ def test_a_branch_on_a_buffer_that_the_step_writes_is_refused() -> None:
         capture(Written(), torch.ones(4, 8))
 
 
+class Branching(nn.Module):
+    """Two layers, and between them a branch of some kind on what the first returns."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.count = kind, 0
+        self.up, self.down, self.side = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_large = x.amax() > 10
+        hidden: Tensor = getattr(self, self.kind)(self.up(x), is_large)
+        return (self.down(hidden) + self.side(hidden).mean()).square().mean()
+
+    def clamped(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        if not (hidden.abs() < 4).all():
+            limit = 3.0
+            hidden = torch.clamp(hidden, -limit, limit)
+        return hidden
+
+    def infinite(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        hidden = hidden - hidden.detach().amin() + is_large
+        if is_large:
+            root = hidden.sqrt()  # whose gradient is infinite at zero
+        else:
+            root = hidden * 2
+            root = root.sin()
+        return root
+
+    def nested(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        for power in range(1, 3):
+            if hidden.sum():
+                hidden = hidden * 0.5 if is_large else hidden.tanh()
+                if hidden[:, :1].amax() > 0.1:
+                    hidden = hidden + power
+                elif is_large:
+                    hidden = hidden.exp()
+        return hidden
+
+    def drawn(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        if is_large:
+            hidden = F.dropout(hidden, 0.5)
+        return hidden
+
+    def counted(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        if is_large:
+            self.count += 1
+            hidden = hidden * 2
+        return hidden
+
+    def listed(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        values = [hidden]
+        if is_large:
+            values.append(hidden * 2)
+        return values[-1]
+
+    def in_place(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        if is_large:
+            hidden.mul_(2)
+        return hidden
+
+    def aliased(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        other = hidden
+        if is_large:
+            other = hidden * 2
+        other += 1
+        return hidden
+
+    def returned(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        if is_large:
+            return hidden * 2
+        return hidden
+
+    def cut(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        if is_large:
+            hidden = hidden[:1]
+        return hidden
+
+    def looped(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        while is_large:
+            hidden = hidden * 0.5
+            is_large = hidden.amax() > 10
+        return hidden
+
+    def of_other_parameters(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        if is_large:  # on one device, the layer has no gradient otherwise
+            hidden = self.side(hidden)
+        return hidden
+
+
+DOING_MORE = ["drawn", "counted", "listed", "in_place", "returned", "cut", "looped", "of_other_parameters"]
+
+
+@pytest.mark.parametrize("kind", DOING_MORE)
+def test_a_branch_that_does_more_than_to_assign_is_refused(kind: str) -> None:
+    with pytest.raises(CaptureError, match=r"a branch depends on the values of tensors\n.*(if|while) is_large:"):
+        capture(Branching(kind), torch.ones(4, 8))
+
+
+def test_what_a_branch_assigns_must_not_be_written_in_place_later() -> None:
+    with pytest.raises(CaptureError, match=r"a branch on a tensor assigns is written in place later\n.*hidden \* 2"):
+        capture(Branching("aliased"), torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("kind", ["clamped", "infinite", "nested"])
+def test_a_branch_that_assigns_trains_as_on_one_device(kind: str, pool: WorkerPool) -> None:
+    trains_as_on_one_device(Case(kind, partial(Branching, kind), draw), pool)
+
+
 def losses_and_gradients(case: Case, model: nn.Module) -> Any:
+    """Of two batches, the second of which has large values."""
     seen = []
     for step in range(2):
         model.zero_grad()
-        loss = model(**case.batch(step, dtype=DTYPE))
+        loss = model(case.batch(step, dtype=DTYPE)["x"] * (1 + 99 * step))
         loss.backward()
         seen += [loss.detach(), *(whole(p.grad).clone() for p in model.parameters() if p.grad is not None)]
     return seen

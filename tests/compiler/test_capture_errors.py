@@ -63,7 +63,7 @@ class Saying(torch.autograd.Function):
 
 
 def branches(x: Tensor) -> Tensor:
-    return -x if x.sum() > 0 else x
+    return -x[:1] if x.sum() > 0 else x
 
 
 def selects(x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def says(x: Tensor) -> Tensor:
 
 WAY, STOPS, PRINT = "torch.where", "mend the call or the config", "Take the print out"
 REFUSED = [
-    (branches, "a branch depends on the values", "return -x if", WAY),
+    (branches, "a branch depends on the values", "return -x[:1] if", WAY),
     (drops, "runs on a number of elements that depends", "dropout(x[x[:, 0] > 0]", "before some of them are selected"),
     (packs, "`pack_padded_sequence`", "packed(x[:, :, None]", "mask its outputs by the lengths"),
     (loops, "a number depends on the values", ".flatten().tolist()", WAY),
@@ -221,7 +221,7 @@ def test_a_table_with_max_norm_is_refused_with_a_line_that_does_the_same() -> No
 
 def test_a_line_of_a_library_is_not_the_users_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "library").mkdir()
-    (tmp_path / "library" / "layers.py").write_text("def chosen(x):\n    return x if x.sum() > 0 else -x\n")
+    (tmp_path / "library" / "layers.py").write_text("def chosen(x):\n    return x if x.sum() > 0 else -x[:1]\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("shardweave.compiler.capture_errors.INSTALLED", (str(tmp_path),))
     chosen = importlib.import_module("library.layers").chosen
