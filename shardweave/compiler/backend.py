@@ -25,10 +25,10 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardweave.compiler.capture import asserts_as_values, enclose_open_sizes, extend_backward, is_token
 from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world
 from shardweave.compiler.dynamo_workarounds import recurrent_layers
+from shardweave.compiler.joint_graph import asserts_as_values, enclose_open_sizes, extend_backward, is_token
 from shardweave.cost_model import OLD_OPTION_NAMES, Cluster, Options
 from shardweave.distributed import RuntimeMesh, control, gather_from_ranks, run_on_each_rank
 from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, ParallelError, digit_size
