@@ -480,7 +480,7 @@ def _select(
     for (_, _, new), is_target in zip(sides, (False, True), strict=True):
         for node in {arg for user in new for arg in user.all_input_nodes if arg in old}:
             if node.meta["example_value"].requires_grad:
-                proxy = fx.Proxy(node, chosen.tracer)
+                proxy = fx.Proxy(node, output.current_tracer)
                 pair = proxy, call("call_method", "detach", proxy).as_proxy()
                 gate = call("call_function", torch.where, chosen, *(pair if is_target == jumps_if else pair[::-1]))
                 places = gate.as_proxy().node, pair[1].node
@@ -499,12 +499,14 @@ def _select(
                 return other
         if not (isinstance(one, dynamo.variables.TensorVariable) and isinstance(other, type(one))):
             raise _NoSelectionError
-        nodes = one.as_proxy().node, other.as_proxy().node
+        inputs = output.current_tracer.maybe_lift_tracked_freevar_to_input  # of the part that is a checkpoint's
+        proxies = inputs(one.as_proxy()), inputs(other.as_proxy())
+        nodes = [proxy.node for proxy in proxies]
         values = [node.meta["example_value"] for node in nodes]
         kinds = {(value.shape, value.dtype, value.device, value.requires_grad) for value in values}
         if len(kinds) != 1 or values[0].requires_grad and _trained(nodes[0]) != _trained(nodes[1]):
             raise _NoSelectionError
-        pair = (other.as_proxy(), one.as_proxy()) if jumps_if else (one.as_proxy(), other.as_proxy())
+        pair = proxies[::-1] if jumps_if else proxies
         result = call("call_function", torch.where, chosen, *pair)
         place = translator.frame_summary()
         line = f'\n  File "{place.filename}", line {place.lineno}, in {place.name}\n    {place.line}'
@@ -541,7 +543,8 @@ def _trained(node: fx.Node) -> set[fx.Node]:
         more = {arg for arg in waiting.pop().all_input_nodes if arg not in found}
         found |= more
         waiting += more
-    return {node for node in found if node.op == "placeholder" and node.meta["example_value"].requires_grad}
+    given = [node for node in found if node.op == "placeholder" and _is_tensor(node)]
+    return {node for node in given if node.meta["example_value"].requires_grad}
 
 
 @contextlib.contextmanager
@@ -561,7 +564,7 @@ def _without_effects() -> Iterator[list[Any]]:
 
     with (
         enter_new_scope(),
-        mock.patch.object(SideEffects, "snapshot_attr_mutation", lambda *_: False),
+        mock.patch.object(SideEffects, "snapshot_attr_mutation", lambda *_: False, create=True),
         mock.patch.object(FakeTensorMode, "dispatch", noted),
     ):
         yield drawn

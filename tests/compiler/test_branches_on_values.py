@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardweave as sw
 from shardweave.compiler.capture import capture
@@ -118,6 +119,10 @@ class Branching(nn.Module):
             hidden = torch.clamp(hidden, -limit, limit)
         return hidden
 
+    def checkpointed(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.clamped, hidden, is_large, use_reentrant=False)
+        return result
+
     def infinite(self, hidden: Tensor, is_large: Tensor) -> Tensor:
         hidden = hidden - hidden.detach().amin() + is_large
         if is_large:
@@ -202,7 +207,7 @@ def test_what_a_branch_assigns_must_not_be_written_in_place_later() -> None:
         capture(Branching("aliased"), torch.ones(4, 8))
 
 
-@pytest.mark.parametrize("kind", ["clamped", "infinite", "nested"])
+@pytest.mark.parametrize("kind", ["clamped", "checkpointed", "infinite", "nested"])
 def test_a_branch_that_assigns_trains_as_on_one_device(kind: str, pool: WorkerPool) -> None:
     trains_as_on_one_device(Case(kind, partial(Branching, kind), draw), pool)
 
