@@ -286,9 +286,11 @@ def _run(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = written_tensors(func, args, kwargs)
     # 1. Make the other tensors of the op parallel, and run it again.
     if len(parallel) < len(tensors):
-        replaced = {}
+        alone, replaced = _apart_from_parallel(func, args, kwargs), {}
         for tensor in tensors:
-            if type(tensor) is not ParallelTensor and (isinstance(tensor, DTensor) or tensor.dim()):
+            if id(tensor) in alone:
+                replaced[id(tensor)] = ParallelTensor.replicated(tensor, mesh)
+            elif type(tensor) is not ParallelTensor and (isinstance(tensor, DTensor) or tensor.dim()):
                 replaced[id(tensor)] = _as_parallel(tensor, parallel, mesh, func, written)
         if replaced:
             back = {id(new): old for old in tensors if (new := replaced.get(id(old))) is not None}
@@ -320,6 +322,20 @@ def written_tensors(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return found
+
+
+def _apart_from_parallel(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Plain tensors in lists of an elementwise op (buffers among parameters) that it computes with plain ones alone."""
+    values = (*args, *kwargs.values())
+    if not elementwise(func) or any(isinstance(value, DTensor) for value in values):
+        return set()
+    plain: set[int] = set()
+    mixed: set[int] = set()
+    for column in zip(*(value for value in values if isinstance(value, (list, tuple)) and value), strict=False):
+        tensors = [item for item in column if isinstance(item, torch.Tensor)]
+        found = mixed if any(isinstance(tensor, DTensor) for tensor in tensors) else plain
+        found.update(map(id, tensors))
+    return plain - mixed
 
 
 def _as_parallel(

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardweave.distributed.process_groups import RuntimeMesh
-from shardweave.ir import Axis, Layout, Mesh
+from shardweave.ir import Axis, Layout, Mesh, ParallelError
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.optimizers import register_hook
 from shardweave.runtime.parameters import local_shard, local_tensor
@@ -94,6 +94,28 @@ def masks_and_indices() -> None:
 
 def test_writing_through_masks_and_indices(pool: WorkerPool) -> None:
     pool.run(masks_and_indices, nprocs=4, timeout=60.0)
+
+
+def buffers_among_parameters() -> None:
+    """Averages of a model's state: its buffers are computed as plain tensors, its parameters on the parts."""
+    mesh = RuntimeMesh(MESH)
+    layout, whole = Layout(((A, B, 3),)), torch.arange(12.0)
+
+    def make(full: torch.Tensor) -> torch.Tensor:
+        return distribute(local_shard(full, layout, MESH.coordinates(mesh.rank)), layout, mesh)
+
+    mean, now = [make(whole), whole + mesh.rank], [make(whole * 2), whole * 3]
+    torch._foreach_lerp_(mean, now, weight=0.25)
+    assert torch.equal(mean[0].full_tensor(), whole * 1.25)  # type: ignore[attr-defined]
+    assert torch.equal(mean[1], (whole + mesh.rank).lerp(whole * 3, 0.25)) and not isinstance(mean[1], DTensor)
+    torch._foreach_mul_(mean, 2.0)
+    assert torch.equal(mean[0].full_tensor(), whole * 2.5)  # type: ignore[attr-defined]
+    with pytest.raises(ParallelError, match="meets a Tensor of shape"):
+        torch._foreach_lerp_(mean, [now[0], make(whole)], weight=0.25)  # the second writes a plain one
+
+
+def test_buffers_among_parameters(pool: WorkerPool) -> None:
+    pool.run(buffers_among_parameters, nprocs=4, timeout=60.0)
 
 
 def step_in_a_large_world(world: int, reloaded: bool) -> None:
