@@ -642,6 +642,17 @@ class ParallelModule(nn.Module):
         tensor = module._parameters.get(leaf, module._buffers.get(leaf))
         return tensor.sharding.layout if isinstance(tensor, ParallelTensor) else Layout.replicated(shape)
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> tuple[str, ...]:
+        """What DistributedDataParallel asks of a module that it wraps; ParallelError, as the step reduces gradients."""
+        if self.spec.mesh.world_size > 1:
+            raise ParallelError(
+                "DistributedDataParallel cannot wrap a parallel module, which reduces its gradients itself: pass the "
+                'parallel module on without it. If each rank reads samples of its own, compile with batch="local". Of '
+                "Accelerate, prepare the optimizer and the loaders, not the model (docs/parallel-module.md)"
+            )
+        return ()
+
     def extra_repr(self) -> str:
         """The ranks, then the representation of the model's class."""
         world = self.spec.mesh.world_size
@@ -791,11 +802,24 @@ def parallel_class(model_class: type[nn.Module]) -> type[ParallelModule]:
         return ParallelModule.forward(self, *args, **kwargs)
 
     names = {"forward": forward, "__call__": nn.Module.__call__, "__doc__": ParallelModule.__doc__}
+    if callable(of_model := getattr(model_class, "save_pretrained", None)):
+        names["save_pretrained"] = functools.wraps(of_model)(_save_pretrained)
     made: type[ParallelModule] = types.new_class(
         f"Parallel{model_class.__name__}", (ParallelModule, model_class), exec_body=lambda space: space.update(names)
     )
     _classes[model_class] = made
     return made
+
+
+def _save_pretrained(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+    """Save the model as its class does (transformers, diffusers): rank 0 writes the files of one device. Collective."""
+    whole = self.full_state_dict()
+    args, kwargs = tree_map_only(ParallelTensor, ParallelTensor.full_tensor, (args, kwargs))  # a given state dict
+    if self.mesh.rank > 0:
+        return None
+    model: Any = self._without_values(trains=True)
+    model.load_state_dict(whole, assign=True)
+    return model.save_pretrained(*args, **kwargs)
 
 
 def _check_replaced_parameters(module: nn.Module, *_: object) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardweave as sw
 from shardweave.runtime.launch import WorkerPool
@@ -69,6 +70,10 @@ class Net(nn.Module):
     def normalise(self) -> None:
         self.embedding.div_(self.embedding.norm(dim=1, keepdim=True))
         self.head.weight[0] = 0
+
+    def save_pretrained(self, file: io.BytesIO, state_dict: dict[str, Tensor] | None = None) -> None:
+        """As that of transformers and diffusers: it writes tensors of a state dict, beside the name of the class."""
+        torch.save((type(self).__name__, self.state_dict() if state_dict is None else state_dict), file)
 
     def penalty(self) -> Any:
         return sum(p.square().sum() for p in self.parameters())
@@ -156,6 +161,22 @@ def replaced(parallel: Any) -> None:
     same_state(parallel, model)
 
 
+def saved(parallel: Any) -> None:
+    model = build()
+    parallel.load_state_dict(model.state_dict())
+    for given in (None, parallel.state_dict()):
+        file = io.BytesIO()
+        parallel.save_pretrained(file, state_dict=given)
+        if parallel.mesh.rank > 0:
+            assert not file.getvalue()
+            continue
+        file.seek(0)
+        kind, state = torch.load(file)
+        assert kind == "Net" and not any(isinstance(value, DTensor) for value in state.values())
+        torch.testing.assert_close(state, dict(model.state_dict()))
+    assert isinstance(parallel.state_dict()["scale"], DTensor) and parallel.scale.requires_grad
+
+
 def refused(parallel: Any) -> None:
     def raises(match: str) -> None:
         with pytest.raises(sw.ParallelError, match=match):
@@ -170,6 +191,8 @@ def refused(parallel: Any) -> None:
     handle.remove()
     with pytest.raises(sw.ParallelError, match="save_checkpoint"):
         torch.save(parallel, io.BytesIO())
+    with pytest.raises(sw.ParallelError, match="DistributedDataParallel cannot wrap a parallel module"):
+        nn.parallel.DistributedDataParallel(parallel)
     parallel.float()
     raises("float32 now")
     parallel.double()
@@ -180,7 +203,7 @@ def refused(parallel: Any) -> None:
 
 def all_in_turn() -> None:
     parallel = compiled()
-    for check in (looks_and_computes, trains, replaced, refused):
+    for check in (looks_and_computes, trains, saved, replaced, refused):
         check(parallel)
 
 
