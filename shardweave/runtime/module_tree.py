@@ -28,7 +28,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from shardweave.distributed import RuntimeMesh
 from shardweave.ir import Layout, ParallelError, ParameterSpec
 from shardweave.runtime.parameters import local_shard
-from shardweave.runtime.tensor import ParallelTensor, Sharding, broadcast_from_rank_0, distribute, mark_replicated
+from shardweave.runtime.tensor import (
+    ParallelTensor,
+    Sharding,
+    broadcast_from_rank_0,
+    check_rank,
+    distribute,
+    mark_replicated,
+)
 
 _SHARED = (
     str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType, torch.dtype,
@@ -401,9 +408,9 @@ def shard_state_dict(state: dict[str, Any], prefix: str, layouts: Mapping[str, L
     """Replace the whole tensors of a state dict by this rank's parts, before it is loaded."""
     for name, layout in layouts.items():
         value = state.get(prefix + name)
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if tuple(value.shape) == layout.global_shape:  # torch raises an error for other shapes
+        if isinstance(value, DTensor):
+            check_rank(value, Sharding(layout, mesh))
+        elif isinstance(value, torch.Tensor) and tuple(value.shape) == layout.global_shape:  # torch refuses others
             part = local_shard(value.detach(), layout, mesh.mesh.coordinates(mesh.rank))
             state[prefix + name] = distribute(part.to(mesh.device_type), layout, mesh)
 

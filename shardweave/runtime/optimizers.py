@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardweave.ir import ParallelError
-from shardweave.runtime.tensor import ParallelTensor
+from shardweave.runtime.tensor import ParallelTensor, check_rank
 
 ELEMENTWISE = {
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
@@ -82,6 +82,7 @@ def _make_states_parallel(optimizer: torch.optim.Optimizer) -> None:
                 and value.shape == parameter.shape
                 and value.placements == parameter.placements
             ):
+                check_rank(value, parameter.sharding)
                 state[key] = ParallelTensor.of(value._local_tensor, parameter.sharding, parameter._spec)
 
 

@@ -60,6 +60,8 @@ _RESIZING = {"resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_", "t
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _WAIT_SECONDS = 20.0
 _SHARDING_ATTRIBUTE = "_shardweave_sharding"
+_RANK_ATTRIBUTE = "_shardweave_rank"
+"""Of a DTensor that was pickled: the rank whose part it holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +192,8 @@ class ParallelTensor(DTensor):
         for name, value in vars(self).items():
             if name not in ("sharding", "view_of"):
                 setattr(made, name, value)
+        if self.sharding.layout.shard_axes:
+            setattr(made, _RANK_ATTRIBUTE, self.sharding.mesh.rank)
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -324,6 +328,19 @@ def written_tensors(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return found
 
 
+def check_rank(tensor: DTensor, sharding: Sharding) -> None:
+    """Raise ParallelError if a DTensor was read from a file in which a rank has saved another part of the tensor."""
+    mesh, axes = sharding.mesh.mesh, [axis.name for axis in sharding.layout.shard_axes]
+    rank, mine = getattr(tensor, _RANK_ATTRIBUTE, sharding.mesh.rank), sharding.coordinates
+    if rank >= mesh.world_size or any(mesh.coordinates(rank)[name] != mine[name] for name in axes):
+        raise ParallelError(
+            f"rank {sharding.mesh.rank} was given a tensor of shape {tuple(tensor.shape)} that rank {rank} has saved, "
+            f"with the part of rank {rank} alone. Of torch.save(parallel.state_dict(), ...), each rank writes and "
+            "reads its own file; save_checkpoint, or torch.save(parallel.full_state_dict(), ...) on one rank, make one "
+            "for all ranks"
+        )
+
+
 def _apart_from_parallel(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Plain tensors in lists of an elementwise op (buffers among parameters) that it computes with plain ones alone."""
     values = (*args, *kwargs.values())
@@ -350,6 +367,7 @@ def _as_parallel(
     if isinstance(tensor, DTensor):
         for other in parallel:
             if other.shape == tensor.shape and other.placements == tensor.placements:
+                check_rank(tensor, other.sharding)
                 return ParallelTensor.of(tensor._local_tensor, other.sharding)
         if all(placement.is_replicate() for placement in tensor.placements):
             return ParallelTensor.replicated(tensor._local_tensor, mesh)

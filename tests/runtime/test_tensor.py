@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardweave.distributed import gather_from_ranks
 from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import Axis, Layout, Mesh
 from shardweave.ir.errors import ParallelError
 from shardweave.ir.layout import Padding
 from shardweave.runtime.launch import WorkerPool
+from shardweave.runtime.module_tree import shard_state_dict
 from shardweave.runtime.parameters import local_shard
 from shardweave.runtime.tensor import ParallelTensor, distribute
 
@@ -154,6 +158,25 @@ def copied() -> None:
         torch.testing.assert_close(plain(twin.grad), 2 * whole.detach())
 
 
+def saved_by_another_rank() -> None:
+    """A file has one rank's part, which ranks with the same part may read, and no others."""
+    mesh = RuntimeMesh(MESH)
+    for name, layout in LAYOUTS.items():
+        _, parallel = one(layout, mesh)
+        file = io.BytesIO()
+        torch.save(parallel, file)
+        files = gather_from_ranks(file.getvalue())
+        for rank, content in enumerate(files):
+            read = torch.load(io.BytesIO(content), weights_only=True)
+            theirs = mesh.mesh.coordinates(rank)
+            same = all(theirs[axis.name] == parallel.sharding.coordinates[axis.name] for axis in layout.shard_axes)
+            state = {"weight": read}
+            refusal = pytest.raises(ParallelError, match=f"that rank {rank} has saved")
+            with contextlib.nullcontext() if same else refusal:
+                shard_state_dict(state, "", {"weight": layout}, mesh)
+                assert torch.equal(read._local_tensor, parallel._local_tensor), name
+
+
 def refused() -> None:
     _, parallel = one(LAYOUTS["both"], RuntimeMesh(MESH))
     with pytest.raises(ParallelError, match="assigned to its data"):
@@ -164,6 +187,9 @@ def refused() -> None:
         parallel.to("meta")
 
 
-@pytest.mark.parametrize("check", [changed_alike, computed_alike, gradients_are_averaged, copied, refused])
+CHECKS = [changed_alike, computed_alike, gradients_are_averaged, copied, saved_by_another_rank, refused]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_parallel_tensors(check: Callable[[], None], pool: WorkerPool) -> None:
     pool.run(check, nprocs=4, timeout=120)
