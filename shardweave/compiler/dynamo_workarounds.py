@@ -56,7 +56,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         recurrent_layers(),
         _ctc_losses(),
         _covariances(),
-        _averaging_norms(),
+        _batch_norms(),
         _without_checks(),
         _branches_selected(),
         _raises_as_asserts(),
@@ -571,10 +571,11 @@ def _without_effects() -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def _averaging_norms() -> Iterator[None]:
+def _batch_norms() -> Iterator[None]:
     """Let batch norms with ``momentum=None``, whose momentum is one over the number of batches, compute it as a tensor.
 
-    Their own forward makes a Python number of it.
+    Their own forward makes a Python number of it. A `SyncBatchNorm` is traced as a batch norm, as the step is that of
+    the global batch.
     """
     original = _BatchNorm.forward
 
@@ -590,7 +591,10 @@ def _averaging_norms() -> Iterator[None]:
                 tracked.add_((found - tracked) / self.num_batches_tracked)
         return result
 
-    with mock.patch.object(_BatchNorm, "forward", forward):
+    with (
+        mock.patch.object(_BatchNorm, "forward", forward),
+        mock.patch.object(nn.SyncBatchNorm, "forward", forward),
+    ):
         yield
 
 

@@ -337,3 +337,13 @@ def test_inputs_may_be_views(x: Tensor) -> None:
     captured = capture(model, x)
     assert_computes(captured, model, (x.contiguous(),), {})
     assert str(captured.graph.graph) == str(capture(model, x.contiguous()).graph.graph)
+
+
+def test_a_synchronized_batch_norm_is_that_of_the_global_batch() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    assert isinstance(synchronized[1], nn.SyncBatchNorm)
+    expected = capture(model, torch.ones(4, 8))
+    found = capture(synchronized, torch.ones(4, 8))
+    assert found.graph.code == expected.graph.code
+    assert found.mutated_buffers == expected.mutated_buffers != ()
