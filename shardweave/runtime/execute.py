@@ -382,6 +382,7 @@ class Executor:
         several: bool,
         syncs: bool,
         frozen: frozenset[int],
+        parameters: Sequence[torch.Tensor],
     ) -> tuple[Gradients, Gradients]:
         """The gradients of differentiable inputs, as the step has them, and those of the trained parameters.
 
@@ -399,6 +400,8 @@ class Executor:
             This call reduces the gradients.
         frozen : frozenset of int
             The gradients that are not wanted.
+        parameters : sequence of Tensor
+            Those that the forward was called with.
         """
         assert self.backward is not None
         given = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
@@ -425,7 +428,7 @@ class Executor:
                 results = list(self.backward(boxed))
                 of_inputs, found = results[: len(of_inputs)], results[len(of_inputs) :]
         of_inputs = [None if gradient is None else _owned(gradient, taken) for gradient in of_inputs]
-        return of_inputs, self._for_autograd(found, frozenset(given), syncs, taken, frozen)
+        return of_inputs, self._for_autograd(found, frozenset(given), syncs, taken, frozen, parameters)
 
     def _accumulated(
         self, arguments: list[Any], syncs: bool, frozen: frozenset[int]
@@ -460,7 +463,13 @@ class Executor:
         self.runner.add(found)
 
     def scaled(
-        self, found: Gradients, is_reduced: bool, syncs: bool, factor: torch.Tensor, frozen: frozenset[int]
+        self,
+        found: Gradients,
+        is_reduced: bool,
+        syncs: bool,
+        factor: torch.Tensor,
+        frozen: frozenset[int],
+        parameters: Sequence[torch.Tensor],
     ) -> Gradients:
         """The gradients of a call's micro-batches times `factor`, as `gradients` returns them."""
         if values := [value for value in found if value is not None]:
@@ -469,16 +478,22 @@ class Executor:
             self._add(found, frozen)
             found = self.runner.finish() if syncs else found
         loss = frozenset(index for index, output in enumerate(self.spec.outputs) if output.differentiable)
-        return self._for_autograd(found, loss, syncs, set(), frozen)
+        return self._for_autograd(found, loss, syncs, set(), frozen, parameters)
 
     def _for_autograd(
-        self, found: Gradients, given: frozenset[int], syncs: bool, taken: set[int], frozen: frozenset[int]
+        self,
+        found: Gradients,
+        given: frozenset[int],
+        syncs: bool,
+        taken: set[int],
+        frozen: frozenset[int],
+        parameters: Sequence[torch.Tensor],
     ) -> Gradients:
-        """Gradients as autograd takes them, with the accumulated ones added.
+        """Gradients of these parameters as autograd takes them, with the accumulated ones added.
 
         `given` are the outputs whose tangents they come from. `taken` has the addresses of memory of other tensors.
         """
-        parameters = self.trained(self.parameters())
+        parameters = self.trained(parameters)
         if self.trains_inputs_alone(frozen):
             return [None] * len(parameters)
         mine = {index for index, sources in enumerate(self.sources) if not given.isdisjoint(sources)}
@@ -572,6 +587,7 @@ class _StepFunction(torch.autograd.Function):
         ctx.saved = [x.detach() if any(x is output for output in outputs) else x for x in saved]
         ctx.executor, ctx.passed, ctx.syncs = executor, passed, executor.syncs
         ctx.inputs = [x for x in inputs if any(x is other for other in saved)]
+        ctx.parameters = parameters  # which torch.func.functional_call replaces for this call
         ctx.versions = _versions([*parameters, *ctx.inputs])
         _mark(ctx, executor, outputs)
         return tuple(outputs)
@@ -581,17 +597,17 @@ class _StepFunction(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         executor: Executor = ctx.executor
         _check_backward(executor, tangents, ctx.saved, ctx.syncs, ctx.frozen)
-        if ctx.versions != _versions([*executor.parameters(), *ctx.inputs]):
+        if ctx.versions != _versions([*ctx.parameters, *ctx.inputs]):
             raise ParallelError(
                 "a parameter or an input was changed in place between forward and backward, so the gradients would "
                 "belong to neither value: call backward before optimizer.step(), and before inputs are written to"
             )
-        saved = ctx.saved
+        saved, parameters = ctx.saved, ctx.parameters
         if _graph_is_kept():
             saved = [*saved]
         else:
-            ctx.saved = ctx.inputs = None
-        found, gradients = executor.gradients(saved, tangents, ctx.several, ctx.syncs, ctx.frozen)
+            ctx.saved = ctx.inputs = ctx.parameters = None
+        found, gradients = executor.gradients(saved, tangents, ctx.several, ctx.syncs, ctx.frozen, parameters)
         executor.backward_ended()
         return *_NO_GRADIENT, *executor.returned(found, tangents, ctx), *gradients
 
@@ -614,6 +630,7 @@ class _MicroBatchesFunction(torch.autograd.Function):
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.executor, ctx.passed, ctx.syncs, ctx.tangent = executor, passed, executor.syncs, executor.tangent()
+        ctx.parameters = parameters
         ctx.frozen = executor.frozen(ctx)
         outputs, *ctx.found, ctx.is_reduced = executor.run_micro_batches(parameters, inputs, ctx.tangent)
         _mark(ctx, executor, outputs)
@@ -631,10 +648,10 @@ class _MicroBatchesFunction(torch.autograd.Function):
             ctx.found = None
         (tangent,) = [x for x, spec in zip(tangents, executor.spec.outputs, strict=True) if spec.differentiable]
         if tangent is None:  # the user's loss does not depend on the step's
-            return *_NO_GRADIENT, *(None for _ in (*of_inputs, *executor.trained(executor.parameters())))
+            return *_NO_GRADIENT, *(None for _ in (*of_inputs, *executor.trained(ctx.parameters)))
         executor.expect(tangent)
         factor = tangent / ctx.tangent
-        gradients = executor.scaled(found, ctx.is_reduced, ctx.syncs, factor, ctx.frozen)
+        gradients = executor.scaled(found, ctx.is_reduced, ctx.syncs, factor, ctx.frozen, ctx.parameters)
         executor.backward_ended()
         mine = [None if gradient is None else gradient * factor for gradient in of_inputs]
         return *_NO_GRADIENT, *executor.returned(mine, tangents, ctx), *gradients

@@ -35,6 +35,7 @@ from shardweave.runtime.tensor import (
     check_rank,
     distribute,
     mark_replicated,
+    set_sharding_in_step,
 )
 
 _SHARED = (
@@ -392,7 +393,11 @@ class TensorLookup:
                 "computation)"
             )
         has_layout = isinstance(tensor, ParallelTensor) and tensor.sharding.layout == spec.layout
-        if has_layout or self._mesh.device_mesh is None or not isinstance(tensor, nn.Parameter):
+        if has_layout or self._mesh.device_mesh is None:
+            return tensor
+        if not isinstance(tensor, nn.Parameter):  # a buffer; or given to torch.func.functional_call, on all ranks
+            if spec.layout.shard_axes:
+                set_sharding_in_step(tensor, Sharding(spec.layout, self._mesh))
             return tensor
         if isinstance(tensor, DTensor):
             raise ParallelError(

@@ -250,7 +250,12 @@ def mark_replicated(parameter: torch.Tensor, sharding: Sharding, name: str) -> N
     """
     with torch.no_grad():
         parameter.copy_(broadcast_from_rank_0(parameter, sharding.mesh, name))
-    setattr(parameter, _SHARDING_ATTRIBUTE, sharding)
+    set_sharding_in_step(parameter, sharding)
+
+
+def set_sharding_in_step(whole: torch.Tensor, sharding: Sharding) -> None:
+    """Let the step take its part of a plain tensor, which is the same on all ranks."""
+    setattr(whole, _SHARDING_ATTRIBUTE, sharding)
 
 
 def sharding_in_step(parameter: torch.Tensor) -> Sharding | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import shardweave as sw
@@ -219,6 +220,39 @@ def carried_state(force: Any) -> None:
         torch.testing.assert_close(*states)
 
 
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(torch.relu(self.up(x))) - x).square().mean()
+
+
+def functional_calls(force: Any) -> None:
+    """Calls with other parameters give these their gradients, sharded or whole, and leave the module's alone."""
+
+    def loss(module: nn.Module, parameters: Any) -> Tensor:
+        found: Tensor = torch.func.functional_call(module, parameters, (given,))
+        return found
+
+    given = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double()
+    for micro_batches in (1, 2):
+        torch.manual_seed(0)
+        model = Squares().double()
+        options = sw.Options(force=force, micro_batches=micro_batches)
+        parallel = sw.compile_parallel(model, sw.Cluster.local(2), given, options=options, progress=False)
+        both = [{name: 1.1 * p for name, p in each.named_parameters()} for each in (model, parallel)]
+        whole = {name: p.detach().clone().requires_grad_() for name, p in both[0].items()}
+        for own in (both[1], whole):
+            expected = torch.autograd.grad(loss(model, both[0]), list(both[0].values()), retain_graph=True)
+            found = torch.autograd.grad(loss(parallel, own), list(own.values()))
+            for name, one, other in zip(own, found, expected, strict=True):
+                one = one.full_tensor() if isinstance(one, DTensor) else one
+                torch.testing.assert_close(one, other, msg=name)
+        torch.testing.assert_close(parallel(given), model(given))
+
+
 class Momentum(nn.Module):
     """A contrastive loss with a momentum encoder, its queue of earlier keys, and a codebook of moving averages.
 
@@ -307,7 +341,10 @@ def test_a_number_is_a_constant_of_its_step() -> None:
         torch.testing.assert_close(parallel(x, steps), model(x, steps))
 
 
-@pytest.mark.parametrize("check", [accumulated, parts_and_local, refused, frozen, carried_state, changed_in_forward])
+@pytest.mark.parametrize(
+    "check",
+    [accumulated, parts_and_local, refused, frozen, carried_state, changed_in_forward, functional_calls],
+)
 def test_on_ranks(check: Any, pool: WorkerPool) -> None:
     pool.run(check, {"*": "zdp"}, nprocs=2, timeout=300)
 
