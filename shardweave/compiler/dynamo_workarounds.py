@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
+from torch.distributions import kl
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -56,6 +57,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         recurrent_layers(),
         _ctc_losses(),
         _covariances(),
+        _kl_divergences(),
         _batch_norms(),
         _without_checks(),
         _branches_selected(),
@@ -233,6 +235,19 @@ def _covariances() -> contextlib.AbstractContextManager[None]:
 
     aten = torch.ops.aten
     return _traced_as({aten.cov.default: cov, aten.corrcoef.default: corrcoef})
+
+
+@contextlib.contextmanager
+def _kl_divergences() -> Iterator[None]:
+    """Look up the functions of `kl_divergence` for all pairs of distributions: Dynamo does not trace the search."""
+    kinds: list[type[torch.distributions.Distribution]] = [torch.distributions.Distribution]
+    for kind in kinds:  # which grows
+        kinds += [each for each in kind.__subclasses__() if each not in kinds]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pairs that are ambiguous
+        found = {(p, q): kl._dispatch_kl(p, q) for p in kinds for q in kinds}  # type: ignore[no-untyped-call]
+    with mock.patch.dict(kl._KL_MEMOIZE, found):
+        yield
 
 
 @contextlib.contextmanager

@@ -100,6 +100,24 @@ class Computed(nn.Module):
         return F.linear(x, weight.clamp(-2, 2), self.down.bias).pow(2).mean()
 
 
+class Variational(nn.Module):
+    """The loss of a variational autoencoder, by torch's distributions and their divergences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.encoder(x).chunk(2, -1)
+        posterior = torch.distributions.Normal(mean, (variance / 2).exp())
+        code = posterior.mean + x[:, :4] * posterior.stddev  # the noise is part of the batch
+        divergence = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0))
+        likelihood = torch.distributions.Bernoulli(logits=self.decoder(code)).log_prob(x.sigmoid().round())
+        gamma = torch.distributions.Gamma(posterior.stddev, posterior.stddev)
+        of_gammas = torch.distributions.kl_divergence(gamma, torch.distributions.Exponential(torch.ones_like(mean)))
+        return (divergence + of_gammas).sum(-1).mean() - likelihood.sum(-1).mean()
+
+
 class Statistics(nn.Module):
     """Covariances and correlations of features, as losses of self-supervised learning have them."""
 
@@ -130,7 +148,10 @@ def rows(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
     return {"x": torch.randn(size, 8, generator=generator)}
 
 
-MODELS = {model.__name__: model for model in (Coupling, Constants, Empty, Recurrent, Computed, Elementwise, Statistics)}
+MODELS = {
+    model.__name__: model
+    for model in (Coupling, Constants, Empty, Recurrent, Computed, Elementwise, Statistics, Variational)
+}
 
 
 def two_steps(model: nn.Module, draw: Any = rows) -> Any:
