@@ -33,7 +33,7 @@ from shardweave.compiler.capture_errors import (
     way_out_of,
 )
 from shardweave.compiler.constant_masks import fold_constant_masks
-from shardweave.compiler.dynamo_workarounds import traceable
+from shardweave.compiler.dynamo_workarounds import inputs_made_leaves, traceable
 from shardweave.compiler.guards import after_a_call, numbers_of_buffers, reads_of, recorded_effects
 from shardweave.compiler.joint_graph import (
     asserts_as_values,
@@ -212,8 +212,8 @@ def _joint_graph(
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         if any(parameter.is_meta for parameter in model.parameters()):
-            given = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            model = _off_meta(model, fake, next((device for device in given if device.type != "meta"), None))
+            devices = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            model = _off_meta(model, fake, next((device for device in devices if device.type != "meta"), None))
         wanted = [wants_gradient(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
         if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
@@ -221,6 +221,8 @@ def _joint_graph(
         for leaf in (leaf for leaf, wants in zip(pytree.tree_leaves((args, kwargs)), wanted, strict=True) if wants):
             leaf.requires_grad_()
         stack.enter_context(traceable(model))
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        stack.enter_context(inputs_made_leaves(given))
         fixed = stack.enter_context(numbers_of_buffers())
         stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
@@ -394,8 +396,12 @@ def _captured_step(
             gradient_of[name] = before if value is None else value
     # 3. Return the tensors among these: a constant of the forward is no output of the graph.
     gradients = tuple(name for name in parameters.values() if model.get_parameter(name).requires_grad)
-    wanted = {name for name, leaf in zip(names, leaves, strict=True) if wants_gradient(leaf)}
-    input_gradients = tuple(name for name in inputs.values() if name in wanted)
+    input_gradients = tuple(name for name in inputs.values() if name in gradient_of_input)
+    made_leaves = [
+        index
+        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True))
+        if name in gradient_of_input and not wants_gradient(leaf)
+    ]
     positions = [index for index, value in enumerate(returned) if isinstance(value, fx.Node)]
     tensors = [returned[index] for index in positions]
     of_inputs, of_parameters = map(gradient_of_input.get, input_gradients), map(gradient_of.get, gradients)
@@ -427,6 +433,7 @@ def _captured_step(
             tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves),
             out_spec,
             tuple(TENSOR_OUTPUT if isinstance(value, fx.Node) else value for value in returned),
+            tuple(made_leaves),
         ),
         model.training,
         input_gradients=input_gradients,

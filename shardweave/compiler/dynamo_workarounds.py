@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -694,6 +694,32 @@ def _inner_gradients() -> Iterator[None]:
         graph: Any = torch._dynamo.output_graph.OutputGraph
         check = "_check_requires_grad_intermediate_outputs"
         stack.enter_context(mock.patch.object(graph, check, lambda *_: None, create=True))
+        yield
+
+
+@contextlib.contextmanager
+def inputs_made_leaves(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Let Dynamo trace `requires_grad_()` of these inputs in a forward, as if they had required gradients before.
+
+    So they have from then on. What was computed from one before is refused: it would get a gradient.
+    """
+    variable: Any = torch._dynamo.variables.TensorVariable
+    original = variable.method_requires_grad_
+
+    def requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        node = self.as_proxy().node
+        given, value = node.meta.get("grapharg"), node.meta["example_value"]
+        is_wanted = requires_grad is True or requires_grad.as_python_constant()
+        if given is None or not is_wanted or value.requires_grad or node.users:
+            return original(self, tx, requires_grad)
+        if not any(given.example is each for each in inputs):
+            return original(self, tx, requires_grad)
+        for each in (given.example, value):
+            each.requires_grad_()
+        self.requires_grad = True
+        return self
+
+    with mock.patch.object(variable, "method_requires_grad_", requires_grad_):
         yield
 
 

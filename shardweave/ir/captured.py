@@ -92,7 +92,8 @@ class CallTree:
     """The structure of a call: how its arguments become the graph's inputs, and its outputs the model's return value.
 
     `names` are the names of the leaves of a call in order (``"tokens"``, ``"batch.labels"``). `constants` has the
-    values at capture of the leaves that are not tensors.
+    values at capture of the leaves that are not tensors. `made_leaves` are those of which the forward calls
+    `requires_grad_()`.
     """
 
     signature: inspect.Signature
@@ -102,6 +103,7 @@ class CallTree:
     constants: tuple[Any, ...]
     output_spec: pytree.TreeSpec
     output_constants: tuple[Any, ...]
+    made_leaves: tuple[int, ...] = ()
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call in the order of the graph's inputs; `InputError` if its structure is another one."""
@@ -123,6 +125,9 @@ class CallTree:
                     f"the argument {name} was {constant!r} at capture and is part of the compiled step; it is now "
                     f"{got}: compile again with it"
                 )
+        for position in self.made_leaves:
+            if not leaves[position].is_inference():
+                leaves[position].requires_grad_()
         return [leaves[position] for position in self.tensor_positions]
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:

@@ -61,6 +61,18 @@ class AutogradPenalty(Net):
         return super().forward(x + direction) + (slope.norm(dim=1) - 1).square().mean()
 
 
+class Residual(Net):
+    """The residual of a differential equation, of which the forward makes its input a leaf; without and with a batch
+    that is one already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        y = self.net(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        return (curvature + y).square().mean()
+
+
 class ParameterPenalty(Net):
     """A penalty on the gradient of the parameters, beside a loss that leads through the same graph."""
 
@@ -81,13 +93,18 @@ def whole(tensor: Any) -> Tensor:
 
 def inside_the_model_they_are_those_of_one_device(kind: type[nn.Module]) -> None:
     model, parallel = kind().double(), compiled(kind(), 2, force={"*": "zdp"})
-    for module in (model, parallel):
-        module(BATCH).backward()
-    for one, other in zip(model.parameters(), parallel.parameters(), strict=True):
-        torch.testing.assert_close(whole(other.grad), one.grad, rtol=1e-9, atol=1e-12)
+    batches = BATCH.clone(), BATCH.clone()
+    for module, batch in zip((model, parallel), batches, strict=True):
+        module(batch).backward()
+        module(batch).backward()
+    ones, others = ([batch, *module.parameters()] for module, batch in zip((model, parallel), batches, strict=True))
+    for one, other in zip(ones, others, strict=True):
+        assert one.requires_grad == other.requires_grad
+        if one.grad is not None:
+            torch.testing.assert_close(whole(other.grad), one.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [InputPenalty, HessianVector, AutogradPenalty, ParameterPenalty])
+@pytest.mark.parametrize("kind", [InputPenalty, HessianVector, AutogradPenalty, Residual, ParameterPenalty])
 def test_second_order_terms_inside_the_model_are_right(kind: type[nn.Module], pool: WorkerPool) -> None:
     pool.run(inside_the_model_they_are_those_of_one_device, kind, nprocs=2)
 
@@ -203,11 +220,12 @@ def test_a_forward_that_runs_backward_itself_is_told_of_another_way() -> None:
         compiled(Asks(), 1)
 
 
-def test_a_forward_that_makes_its_input_a_leaf_is_told_of_another_way() -> None:
+def test_a_forward_that_makes_its_input_a_leaf_late_is_told_of_another_way() -> None:
     class Asks(Net):
         def forward(self, x: Tensor) -> Tensor:
+            before = super().forward(x)
             x.requires_grad_()
-            return super().forward(x)
+            return super().forward(x) + before
 
     with pytest.raises(CaptureError, match=r"x = x\.detach\(\)\.requires_grad_\(\)"):
         compiled(Asks(), 1)
