@@ -258,13 +258,12 @@ def _assign_data_in_place(graph: fx.Graph) -> None:
     """Let ``x.data = value`` write into x, where the value has its shape and dtype: AOTAutograd refuses ``set_``."""
     data_of: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
     for node in graph.find_nodes(op="call_function", target=torch.Tensor.set_):
-        if len(node.args) != 2 or not all(isinstance(each, fx.Node) for each in node.args):
-            continue
-        old, new = (each.meta["example_value"] for each in node.all_input_nodes)
-        if (old.shape, old.dtype) != (new.shape, new.dtype):
+        given = [each for each in node.args if isinstance(each, fx.Node)]
+        values = [each.meta["example_value"] for each in given]
+        if len(given) != 2 or len({(value.shape, value.dtype) for value in values}) != 1:
             continue
         with graph.inserting_before(node):
-            target, value = (graph.call_function(data_of, (each,)) for each in node.args)
+            target, value = (graph.call_function(data_of, (each,)) for each in given)
             graph.call_method("copy_", (target, value))
         for user in list(node.users):  # it sets the version counter
             graph.erase_node(user)
