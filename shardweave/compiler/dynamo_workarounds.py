@@ -54,6 +54,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
     with (
         torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True),
         _builtins_known(),
+        _as_compiled(),
         recurrent_layers(),
         _ctc_losses(),
         _covariances(),
@@ -261,6 +262,32 @@ def _builtins_known() -> Iterator[None]:
 
     with mock.patch.object(environment, "_check_external_refs", checked):
         yield
+
+
+@contextlib.contextmanager
+def _as_compiled() -> Iterator[None]:
+    """Let a forward find what it finds under `torch.compile`, where Dynamo's capture says that it exports.
+
+    Models of transformers, for one, build attention masks for an exported graph that a step does not need. Settings of
+    cuDNN choose among kernels of the same results.
+    """
+    functional_export: Any = torch._dynamo.functional_export
+    state = functional_export._compiling_state_context
+
+    @contextlib.contextmanager
+    def compiling() -> Iterator[None]:
+        with state(), mock.patch.object(torch.compiler, "_is_exporting_flag", False):
+            yield
+
+    with (
+        mock.patch.object(functional_export, "_compiling_state_context", compiling),
+        mock.patch.object(torch.backends.cudnn, "flags", _no_flags),
+    ):
+        yield
+
+
+def _no_flags(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -347,3 +347,24 @@ def test_a_synchronized_batch_norm_is_that_of_the_global_batch() -> None:
     found = capture(synchronized, torch.ones(4, 8))
     assert found.graph.code == expected.graph.code
     assert found.mutated_buffers == expected.mutated_buffers != ()
+
+
+class Asking(nn.Module):
+    """Asks what traces it, as libraries do, and switches kernels of cuDNN off."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.layer, self.asks = nn.Linear(8, 4), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.asks:
+            return torch.relu(self.layer(x))
+        with torch.backends.cudnn.flags(enabled=False):
+            y = self.layer(x)
+        return y if torch.compiler.is_exporting() or not torch.compiler.is_compiling() else torch.relu(y)
+
+
+def test_a_forward_finds_what_it_finds_under_torch_compile() -> None:
+    asked, plain = (capture(Asking(asks), torch.ones(4, 8)).graph.code for asks in (True, False))
+    assert asked == plain
+    assert not torch.compiler.is_exporting()
