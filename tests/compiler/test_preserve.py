@@ -124,7 +124,7 @@ STEPS = [
     "shardweave.compiler.capture.traceable",
     "shardweave.compiler.capture.working_copies",
     "shardweave.compiler.capture._fake_like",
-    "shardweave.compiler.mixed_precision.cast",
+    "shardweave.compiler.joint_graph.cast",
     "torch._dynamo.functional_export.dynamo_graph_capture_for_export",
     "torch._dynamo.functional_export.create_fx_graph_from_captured_output",
     "torch._functorch.aot_autograd.aot_export_joint_with_descriptors",
