@@ -461,7 +461,7 @@ def _is_like_buffer(model: nn.Module, name: str, value: Any) -> bool:
 
     As the parameters of a momentum encoder are. The step computes with all of it in its own dtype.
     """
-    parameter = dict(model.named_parameters(remove_duplicate=False)).get(name)
-    if parameter is None or parameter.requires_grad or not isinstance(value, fx.Node):
+    if not name or not isinstance(value, fx.Node):  # it is an input
         return False
-    return bool(parameter.dtype == value.meta["val"].dtype)
+    parameter = model.get_parameter(name)
+    return not parameter.requires_grad and bool(parameter.dtype == value.meta["val"].dtype)

@@ -89,7 +89,7 @@ def cast_inputs_inside(graph: fx.Graph, given: Mapping[str, tuple[torch.dtype, i
     It casts their gradients back, whose places among the graph's outputs are given with the dtypes.
     """
     output = graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results: list[Any] = [*graph_outputs(graph)]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in [node for node in graph.nodes if node.name in given]:
         value, (dtype, place) = node.meta["val"], given[node.name]
@@ -115,7 +115,7 @@ def take_cast_parameters(graph: fx.Graph, parameters: Mapping[str, str], gradien
     by placeholder, `gradients` the names of those whose gradients are the last outputs.
     """
     output = graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results: list[Any] = [*graph_outputs(graph)]
     places = {name: len(results) - len(gradients) + index for index, name in enumerate(gradients)}
     for node in [node for node in graph.nodes if node.name in parameters]:
         casts, place = list(node.users), places.get(parameters[node.name])
