@@ -364,7 +364,7 @@ def without_axes(layout: Layout, axes: Iterable[Axis]) -> Layout:
 
 
 def with_axes_joined(layout: Layout, axes: Collection[Axis]) -> Layout:
-    """`layout` with all steps of these time axes concatenated or summed."""
+    """`layout` with all that is along these axes concatenated or summed."""
     return replace(without_axes(layout, axes), partial=tuple(item for item in layout.partial if item[0] not in axes))
 
 

@@ -74,6 +74,7 @@ from shardweave.sharding import (
     info,
     is_view,
     linear_in,
+    masks_with_zeros,
     module_of,
     passing_sums,
     source_of,
@@ -666,6 +667,19 @@ def is_gradient(node: fx.Node) -> bool:
     return all(user.op == "output" or (is_view(user) and is_gradient(user)) for user in users)
 
 
+def gradient_numel(node: fx.Node) -> int:
+    """Elements of a parameter's gradient, or of one that a masked backward value becomes by one more op; 0 of others.
+
+    The gradient is summed over devices in any case, so that partial sums may pass the mask and the op.
+    """
+    value, is_masked = node, masks_with_zeros(node)
+    while is_masked and not is_gradient(value) and len(value.users) == 1:
+        before, (value,) = value, value.users
+        is_linear = (tensor_args(value).index(before),) in linear_in(value) if value.op == "call_function" else False
+        is_masked = is_linear and (is_view(value) or masks_with_zeros(value) or is_gradient(value))
+    return int(value.meta["val"].numel()) if is_gradient(value) and (is_masked or value is node) else 0
+
+
 @dataclass(frozen=True)
 class Shard(Pass):
     """Write the local graph of one rank.
@@ -825,7 +839,7 @@ class Sharder:
         if partner is not None:
             explicit = self.assigned[partner]
         arrivals = self.arrivals.of(node, explicit is None)
-        linear, summed_to = linear_in(node), node.meta["val"].numel() if is_gradient(node) else 0
+        linear, summed_to = linear_in(node), gradient_numel(node)
         choice = self._follow(bound, rule, arrivals, linear, summed_to)
         if explicit is not None:
             explicit = _with_time_axes(explicit, choice.assignment, bound)

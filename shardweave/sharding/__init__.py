@@ -71,7 +71,7 @@ from shardweave.sharding.propagate import (
 )
 from shardweave.sharding.rules import find_rule, is_view
 from shardweave.sharding.rules.index import writes_by_mask
-from shardweave.sharding.rules.matmul import LINEAR_IN_EACH, LINEAR_IN_FIRST, linear_in
+from shardweave.sharding.rules.matmul import LINEAR_IN_EACH, LINEAR_IN_FIRST, linear_in, masks_with_zeros
 from shardweave.sharding.rules.random import draws
 from shardweave.sharding.rules.registry import EVERY, Rule, argument, argument_names, rule, shape, tensor_args
 from shardweave.sharding.samples import Samples, check_local_batch, global_example, inputs_with_first_size
@@ -128,6 +128,7 @@ __all__ = [
     "layer_of",
     "layers_of_ops",
     "linear_in",
+    "masks_with_zeros",
     "matches",
     "attainable_layout",
     "module_of",

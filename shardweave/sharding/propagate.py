@@ -151,8 +151,8 @@ def passing_sums(
     Parameters
     ----------
     summed_to : int
-        Elements of the result if it is summed in any case, as the gradient of a parameter is. Then a sum over devices
-        passes, too, if the input is no smaller and has no other user.
+        Elements of what the result becomes, if that is summed in any case, as the gradient of a parameter is. Then a
+        sum over devices passes, too, if the input is no smaller and has no other user.
     used : collection of Axis
         Axes of devices that are in use, over which no sum passes.
     """

@@ -6,10 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from shardweave.compiler.capture import capture
 from shardweave.cost_model.options import Options
 from shardweave.ir import Collective, Grid, Mesh, Strategy
 from shardweave.passes.pipeline import Compiled, lower
+from shardweave.passes.step_boundary import annotate
 from tests.passes.harness import collectives, mesh_of
 from tests.passes.joint import EVEN, Joint, joint
 
@@ -134,6 +139,32 @@ def test_megatron_llama() -> None:
     large = [what for what in backward(compiled) if what.bytes == activation]
     assert [what.kind for what in large] == ["all_reduce"] * 3  # of lm_head, of gate and up, of q, k and v
     assert len(backward(compiled)) == 3 + 1
+
+
+class PositionBias(nn.Module):
+    """Scores with a bias of positions, which is masked before it is added to all samples, as T5's decoder has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.distances = nn.Embedding(4, 1)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        places = torch.arange(4)
+        masked = places[:, None] < places[None, :]
+        bias = self.distances((places[:, None] - places[None, :]).abs()).permute(2, 0, 1)
+        bias = torch.where(masked, torch.tensor(-1e4), bias)
+        return F.mse_loss((scores + bias).softmax(-1), targets)
+
+
+def test_a_share_of_a_gradient_passes_a_mask() -> None:
+    """The gradient of a bias that is masked is summed once, where it is its parameter's, not before the mask, too."""
+    x, targets = torch.randn(8, 4, 8), torch.randn(8, 4, 4)
+    annotated = annotate(capture(PositionBias().double(), {"x": x.double(), "targets": targets.double()}), Options())
+    strategies = {op.name: Strategy(Grid(data=4)) for op in annotated.ops}
+    compiled = lower(annotated, strategies, mesh_of(4), Options())
+    assert sorted(what.bytes for what in backward(compiled)) == sorted(whole_bytes(compiled).values())
 
 
 def test_tensor_and_data_parallel() -> None:

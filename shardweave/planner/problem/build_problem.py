@@ -31,6 +31,7 @@ from shardweave.ir import (
     input_layouts,
     layout_through_view,
     output_layouts,
+    with_axes_joined,
     without_axes,
 )
 from shardweave.planner.problem.activation_memory import ActivationMemory
@@ -458,8 +459,8 @@ class ProblemBuilder:
                 itemsize = argument.meta["val"].element_size() / parts
                 links = self.prices.table(sources, targets, back, itemsize)
                 for idle, ports in self._idle(source).items():
-                    # Its backward computes with a part of the gradient, too, and sums what becomes of it
-                    partial = [without_axes(gradient, set(idle)) for gradient in back]
+                    # Its backward computes with a part of the gradient, or a share, and sums what becomes of it
+                    partial = [with_axes_joined(gradient, idle) for gradient in back]
                     links[1][:, ports] = self.prices.gradients(partial, [sources[port] for port in ports], itemsize)
                 self._changes[key] = parts * links / shared
             links = self._changes[key]

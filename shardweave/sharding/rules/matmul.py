@@ -116,6 +116,13 @@ LINEAR_TOGETHER = {
 """Ops that are linear in all their tensors together."""
 
 
+def masks_with_zeros(node: fx.Node) -> bool:
+    """Whether an op replaces entries by zeros: it is linear in the others."""
+    if node.target is aten.masked_fill.Scalar:
+        return bool(argument(node, "value") == 0)
+    return node.target is aten.where.self and any(_is_zero(value) for value in node.args[1:])
+
+
 def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """The sets of tensor arguments in which an op is linear; it is linear in all arguments of a set together.
 
@@ -128,6 +135,10 @@ def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     (((0,), (1,)), ((0, 1),))
     >>> linear_in(call(aten.exp.default, (x,))), linear_in(call(aten.add.Tensor, (x, 1)))
     ((), ())
+    >>> zero = call(aten.scalar_tensor.default, (0,))
+    >>> zero.meta["val"] = torch.tensor(0)
+    >>> linear_in(call(aten.where.self, (y, x, zero)))
+    ((1,),)
     """
     count = len(tensor_args(node))
     if node.target is aten._to_copy.default and not _is_floating(node.kwargs.get("dtype")):
@@ -135,12 +146,23 @@ def linear_in(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     pads_zeros = node.target is aten.constant_pad_nd.default and argument(node, "value") == 0
     if node.target in LINEAR_IN_FIRST or node.target in LINEAR_GRADIENTS or pads_zeros:
         return ((0,),)
+    if masks_with_zeros(node):
+        return ((2 if node.target is aten.where.self and _is_zero(node.args[1]) else count - 2,),)
     if node.target in LINEAR_IN_EACH:
         return tuple((index,) for index in range(count))
     if node.target in LINEAR_TOGETHER:
         adds_number = count < 2 and node.target in (aten.add.Tensor, aten.sub.Tensor)
         return () if adds_number else (tuple(range(count)),)
     return ()
+
+
+def _is_zero(value: object) -> bool:
+    """Whether a value of the graph is a constant of zeros."""
+    if not isinstance(value, fx.Node):
+        return False
+    if value.target in (aten.full.default, aten.scalar_tensor.default):
+        return bool(argument(value, "fill_value" if value.target is aten.full.default else "s") == 0)
+    return value.target is aten.zeros.default
 
 
 def _is_floating(dtype: object) -> bool:
