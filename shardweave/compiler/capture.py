@@ -34,7 +34,7 @@ from shardweave.compiler.capture_errors import (
 )
 from shardweave.compiler.constant_masks import fold_constant_masks
 from shardweave.compiler.dynamo_workarounds import inputs_made_leaves, traceable
-from shardweave.compiler.guards import after_a_call, numbers_of_buffers, reads_of, recorded_effects
+from shardweave.compiler.guards import after_a_call, numbers_of_buffers, reads_of, recorded_effects, storage_of
 from shardweave.compiler.joint_graph import (
     asserts_as_values,
     cast,
@@ -223,11 +223,16 @@ def _joint_graph(
         stack.enter_context(traceable(model))
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         stack.enter_context(inputs_made_leaves(given))
-        fixed = stack.enter_context(numbers_of_buffers())
+        changing = set[int]()
+        fixed = stack.enter_context(numbers_of_buffers(changing))
         stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
         with recorded_effects() as effects:
             module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+            while written := {key for key, value in fixed.items() if storage_of(value) in effects.storages}:
+                # A number of a buffer that the forward writes is no constant: another trace leaves it open.
+                changing.update(storage_of(fixed.pop(key)) for key in written)
+                module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
         reads, changes = reads_of(module, model, effects, fixed)
         if changes:
             with after_a_call(changes), recorded_effects() as later:

@@ -27,6 +27,7 @@ from torch._decomp import decompositions
 from torch.distributions import kl
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 HINTS = {
     "layerdrop": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
@@ -334,6 +335,8 @@ def branches_traced(form: Callable[[Any, Any, bool, Jump], None]) -> Iterator[No
         jumps_if = name.endswith("TRUE")
 
         def branch(self: Any, instruction: Any) -> None:
+            if isinstance(self.stack[-1], dynamo.variables.SymNodeVariable):
+                self.stack[-1] = _known_or_tensor(self, self.stack[-1])
             if isinstance(self.stack[-1], dynamo.variables.TensorVariable):
                 return form(self, instruction, jumps_if, jump)
             return jump(self, instruction)
@@ -347,6 +350,22 @@ def branches_traced(form: Callable[[Any, Any, bool, Jump], None]) -> Iterator[No
                 table[dis.opmap[name]] = patched(name, table[dis.opmap[name]])
             stack.enter_context(mock.patch.object(kind, "dispatch_table", table))
         yield
+
+
+def _known_or_tensor(translator: Any, number: Any) -> Any:
+    """A number that a branch reads, as it is if it does not depend on values; else as a tensor of one element."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, guard_bool
+
+    is_bool = isinstance(number.sym_num, torch.SymBool)
+    try:
+        guard_bool(number.sym_num if is_bool else number.sym_num != 0)
+        return number
+    except GuardOnDataDependentSymNode:
+        output, wrap = translator.output, torch._dynamo.variables.builder.wrap_fx_proxy
+        value = number.as_proxy()
+        if is_bool:
+            value = wrap(translator, output.create_proxy("call_function", torch.sym_ite, (value, 1, 0), {})).as_proxy()
+        return wrap(translator, output.create_proxy("call_function", torch.scalar_tensor, (value,), {}))
 
 
 @contextlib.contextmanager
@@ -580,13 +599,17 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _trained(node: fx.Node) -> set[fx.Node]:
     """The inputs of the graph that a value gives gradients to."""
+
+    def has_gradient(arg: fx.Node) -> bool:
+        values = pytree.tree_leaves(arg.meta.get("example_value"))
+        return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
     found, waiting = {node}, [node]
     while waiting:
-        more = {arg for arg in waiting.pop().all_input_nodes if arg not in found}
+        more = {arg for arg in waiting.pop().all_input_nodes if arg not in found and has_gradient(arg)}
         found |= more
         waiting += more
-    given = [node for node in found if node.op == "placeholder" and _is_tensor(node)]
-    return {node for node in given if node.meta["example_value"].requires_grad}
+    return {node for node in found if node.op == "placeholder"}
 
 
 @contextlib.contextmanager

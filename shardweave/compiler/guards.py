@@ -14,7 +14,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -83,6 +83,11 @@ class Effects:
     """The storages of parameters, buffers and inputs that are written in place."""
 
 
+def storage_of(tensor: Tensor) -> int:
+    """What identifies the storage of a tensor, of which there may be several views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 @contextlib.contextmanager
 def recorded_effects() -> Iterator[Effects]:
     """While this runs, record the writes to attributes and containers that Dynamo traces."""
@@ -100,7 +105,7 @@ def recorded_effects() -> Iterator[Effects]:
         effects.hooks[:] = [(tensor.source.name, method) for tensor, _, _, method in hooks]
         given = [node for node in graph.placeholders if isinstance(node.meta.get("example_value"), Tensor)]
         written = [node.meta["grapharg"].example for node in given if node.meta["example_value"]._version]
-        effects.storages.update(example.untyped_storage()._cdata for example in written)
+        effects.storages.update(map(storage_of, written))
         for item, attributes in graph.side_effects.store_attr_mutations.items():
             if _is_from_outside(item):
                 effects.written.extend(_attribute_write(item.source, name, each) for name, each in attributes.items())
@@ -201,12 +206,13 @@ def _set(value: Any, owner: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
-def numbers_of_buffers() -> Iterator[dict[Any, Tensor]]:
+def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Tensor]]:
     """While this runs, Dynamo takes numbers that are computed from buffers and constants alone as constants.
 
     These are the conditions of branches, what ``.item()`` and ``int()`` return, and tensors in the place of numbers,
     as in ``pad(x, (padding, 0))``. Yields Dynamo's sources of the buffers and their values, which become constants of
-    the step. Tensors of the model that are neither buffers nor parameters are handled alike.
+    the step. Tensors of the model that are neither buffers nor parameters are handled alike. Buffers in one of the
+    storages `changing` are left out: the forward writes them.
     """
     from torch._dynamo import utils
     from torch._dynamo.variables import ConstantVariable, TensorVariable
@@ -225,6 +231,8 @@ def numbers_of_buffers() -> Iterator[dict[Any, Tensor]]:
                 found = _value_of_buffers(node, sources, {}).item()
         except Exception:  # a function that runs apart from its graph may raise anything
             return None
+        if any(storage_of(value) in changing for value in sources.values()):
+            return None
         taken.update(sources)
         return found
 
@@ -232,6 +240,7 @@ def numbers_of_buffers() -> Iterator[dict[Any, Tensor]]:
         given = running[-1].all_input_nodes if running else []
         node = next((each for each in given if each.meta.get("example_value") is value), None)
         if node is None or (found := number(node)) is None:
+            value.item_memo = None  # a number that Dynamo would take as a constant, with a guard of its own
             return scalar_of(mode, op, value)
         arguments = running[-1].args, running[-1].kwargs
         running[-1].args, running[-1].kwargs = fx.node.map_arg(arguments, lambda x: found if x is node else x)
@@ -318,7 +327,7 @@ def reads_of(
     ------
     CaptureError
         The model's forward reads a value that it computes from tensors, such as a state; or it registers hooks on
-        parameters or inputs; or it writes one of `buffers`.
+        parameters or inputs.
     """
     # 1. Turn Dynamo's guards into expressions.
     from torch._dynamo.convert_frame import get_traced_fn
@@ -332,14 +341,8 @@ def reads_of(
         source = guard.originating_source
         expressions.add(source, guard)
         touched.setdefault(source.name, source)
-    for source, buffer in buffers.items():
+    for source in buffers:
         expressions.add_numbers(source)
-        if buffer.untyped_storage()._cdata in effects.storages:
-            raise capture_error(
-                model,
-                f"a branch or a number depends on {expressions.shown(source.name)}, which its forward writes in place",
-                way_out="Write what depends on it with tensor operations, such as torch.where.",
-            )
     reads = Reads(list(expressions.reads.values()), expressions.names)
     for name, method in effects.hooks:
         raise capture_error(

@@ -392,8 +392,10 @@ torch.library.register_autograd("shardweave::ctc_loss", _ctc_gradients, setup_co
 REGION_NAMES = {
     "torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan, "math": math, "operator": operator,
     "getattr": getattr,
+    **{f"math_{name}": function for name, function in vars(math).items() if callable(function)},
+    **{function.__name__: function for function in (abs, float, int, max, min, pow, round)},
 }  # fmt: skip
-"""What the code of a region may refer to."""
+"""What the code of a region may refer to. Functions of numbers have the names that fx gives them."""
 
 
 @cache
