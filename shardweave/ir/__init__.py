@@ -7,6 +7,7 @@ from shardweave.ir.captured import (
     TENSOR_OUTPUT,
     CallTree,
     Captured,
+    ChangedConstant,
     ConstantsCheck,
     Read,
     Reads,
@@ -14,6 +15,8 @@ from shardweave.ir.captured import (
     canonical_arguments,
     leaf_names,
     plain,
+    refuse_changed,
+    shown_value,
     with_objects_opened,
 )
 from shardweave.ir.errors import (
@@ -127,6 +130,7 @@ __all__ = [
     "Strategy",
     "TENSOR_OUTPUT",
     "Traffic",
+    "ChangedConstant",
     "ConstantsCheck",
     "ValueSpec",
     "VerifyError",
@@ -151,6 +155,8 @@ __all__ = [
     "normalise",
     "outermost_first",
     "plain",
+    "refuse_changed",
+    "shown_value",
     "output_layouts",
     "preset",
     "prime_factors",

@@ -252,12 +252,6 @@ class Read:
     code: tuple[str, ...]
     shown: str
 
-    @property
-    def of_mode(self) -> bool:
-        """Whether the value is a module's training mode."""
-        return self.shown.endswith(".training")
-
-
 def plain(value: Any) -> Any:
     """The part of a value that is kept for comparison: a constant itself, else its code or type.
 
@@ -321,8 +315,18 @@ class Reads:
         return Reads([read for read, value in pairs if value != MISSING], self._names)
 
 
+@dataclass(frozen=True)
+class ChangedConstant:
+    """A Python value that a step has as a constant and that is another one now."""
+
+    shown: str
+    """Its name in the user's terms."""
+    before: Any
+    now: Any
+
+
 class ConstantsCheck:
-    """Checks that constants of the step are unchanged in the user's model, while it lives, and the parallel module."""
+    """Whether constants of a step are unchanged in the parallel module, and in the user's model while it lives."""
 
     def __init__(self, reads: Reads, model: nn.Module, parallel: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -330,32 +334,41 @@ class ConstantsCheck:
         self._of_model, self._of_parallel = reads.found_in(model), reads.found_in(parallel)
         self._before_in_model, self._before = self._of_model.values(model), self._of_parallel.values(parallel)
 
-    def check(self, parallel: nn.Module) -> None:
-        """Raise `ParallelError` if a value has changed. The error names it."""
-        now = self._of_parallel.values(parallel)
-        if now != self._before:
-            self._compare(self._of_parallel, self._before, now, "parallel", True)
+    def changed(self, parallel: nn.Module) -> list[ChangedConstant]:
+        """The constants that have changed in the parallel module, or in what it shares with others."""
+        return self._changed(self._of_parallel, self._before, parallel, "parallel")
+
+    def check_model(self) -> None:
+        """Raise `ParallelError` if a value has changed in the user's model, whose attributes no step follows."""
         model = self._model()
         if model is None:
             return
-        now = self._of_model.values(model)
-        if now != self._before_in_model:  # a model that is in the other mode as a whole is used on its own
-            self._compare(self._of_model, self._before_in_model, now, "model", model.training == self._mode)
+        changed = self._changed(self._of_model, self._before_in_model, model, "model")
+        if model.training != self._mode:  # a model that is in the other mode as a whole is used on its own
+            changed = [each for each in changed if not each.shown.endswith(".training")]
+        refuse_changed(changed)
 
-    def _compare(self, reads: Reads, before: Sequence[Any], now: Sequence[Any], root: str, modes: bool) -> None:
-        for read, was, is_now in zip(reads.reads, before, now, strict=True):
-            if was != is_now and (modes or not read.of_mode):
-                shown = re.sub(r"\bmodel\b", root, read.shown, count=1)
-                raise ParallelError(
-                    f"{shown} was {_word(was)} when the step was compiled and is a constant of it; it is now "
-                    f"{_word(is_now)}, and the step would go on with the former. Set it back; or compile the model "
-                    "again with the new value (compile_parallel(..., plan=parallel.plan) takes the same "
-                    "plan, load_state_dict the weights). What changes from step to step belongs into a tensor that is "
-                    "passed to the call, or into a buffer"
-                )
+    def _changed(self, reads: Reads, before: list[Any], module: nn.Module, root: str) -> list[ChangedConstant]:
+        now = reads.values(module)
+        if now == before:
+            return []
+        different = [(read, *pair) for read, *pair in zip(reads.reads, before, now, strict=True) if pair[0] != pair[1]]
+        return [ChangedConstant(re.sub(r"\bmodel\b", root, read.shown, count=1), *pair) for read, *pair in different]
 
 
-def _word(value: Any) -> str:
+def refuse_changed(changed: Sequence[ChangedConstant]) -> None:
+    """Raise `ParallelError` that names the first of these constants, if there is one."""
+    for each in changed:
+        raise ParallelError(
+            f"{each.shown} was {shown_value(each.before)} when the step was compiled and is a constant of it; it is "
+            f"now {shown_value(each.now)}, and the step would go on with the former. Set it back; or change it in the "
+            "parallel module, which compiles a step for the new value. What changes from step to step belongs into a "
+            "tensor that is passed to the call, or into a buffer"
+        )
+
+
+def shown_value(value: Any) -> str:
+    """A value that `plain` kept, in words."""
     if isinstance(value, type):
         return f"a {value.__name__}"
     if isinstance(value, types.CodeType):

@@ -14,7 +14,7 @@ import inspect
 import math
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -29,6 +29,7 @@ from torch.utils.data import DistributedSampler
 
 from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
 from shardweave.ir import (
+    ChangedConstant,
     ConstantsCheck,
     InputError,
     Layout,
@@ -40,6 +41,8 @@ from shardweave.ir import (
     canonical_arguments,
     dtype_name,
     leaf_names,
+    refuse_changed,
+    shown_value,
 )
 from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.passes import Step, recompute_fusible
@@ -115,6 +118,18 @@ class _BoundStep:
     attributes: Mapping[str, Any]
     modes: tuple[bool, ...]
     trains: bool
+    constants: str = ""
+    """The Python values by which its call differs from those of earlier steps, in words."""
+
+    def changed(self, module: nn.Module) -> list[ChangedConstant]:
+        """The constants of the step that have another value in `module` now."""
+        constants: ConstantsCheck | None = self.attributes["_constants"]
+        return [] if constants is None else constants.changed(module)
+
+    def unfrozen(self) -> list[str]:
+        """The parameters that are to be trained now, and that the step has no gradients for."""
+        execute: Executor = self.attributes["_execute"]
+        return execute.unfrozen() if self.trains else []
 
 
 class ParallelModule(nn.Module):
@@ -146,7 +161,7 @@ class ParallelModule(nn.Module):
     plan : object, optional
         The plan, for the user.
     reads : Reads, optional
-        The Python values of the model that are constants of the step. A call after a change of one is an error.
+        The Python values of the model that are constants of the step. A call after a change of one takes another step.
     timeout : timedelta, optional
         The timeout of collectives; by default that of ``init_process_group``.
     checks : IndexChecks, optional
@@ -281,7 +296,7 @@ class ParallelModule(nn.Module):
             If an index is out of range, such as a token without a row in the embedding.
         ParallelError
             If a tensor of a model from the meta device has no value yet; if a Python value that is a constant of the
-            step has changed, such as an attribute that the model's forward reads.
+            step has changed in the user's model, such as an attribute that the forward reads.
         """
 
         def given() -> Sequence[object]:
@@ -312,7 +327,9 @@ class ParallelModule(nn.Module):
             )
         self._tree_guard.check(modes=self._recompile is None)
         if self._constants is not None:
-            self._constants.check(self)
+            if self._recompile is None:
+                refuse_changed(self._constants.changed(self))
+            self._constants.check_model()
         return self._execute.running()
 
     # -- steps for other inputs
@@ -334,7 +351,7 @@ class ParallelModule(nn.Module):
             trains = any(map(wants_gradient, (*parameters, *leaves)))
             wanted = CallSignature.of(recompile.signature, args, kwargs, self._modes(), trains)
             step = self._known.get(wanted)
-            if step is None:
+            if step is None or not self._fits(step, trains):
                 call = wanted.text(recompile.signature, args, kwargs)
                 step, values = self._accepting_step(wanted, args, kwargs)
         except Exception as error:  # the other ranks must be told, whatever the error is
@@ -351,6 +368,11 @@ class ParallelModule(nn.Module):
             if caught is None:
                 parts = self.data_world_size if is_part or (is_part is None and self._passes_parts) else 1
                 call += f" (one of {parts} parts)" if parts > 1 else ""
+                changed = {each.shown: each for step in self._steps for each in step.changed(self)}
+                constants = "".join(f" and {name} = {shown_value(each.now)}" for name, each in changed.items())
+                unfrozen = dict.fromkeys(name for step in self._steps for name in step.unfrozen())
+                constants += f" and gradients of {', '.join(unfrozen)}" if trains and unfrozen else ""
+                call += constants
                 self._tree_guard.check(modes=False)
                 example = self._checked_example(recompile, call, args, kwargs)
                 twin = self._without_values(trains)
@@ -358,11 +380,10 @@ class ParallelModule(nn.Module):
             caught = error
         self._calls.agree_to_compile(call, caught)
         # 3. Compile it from the plan.
-        if is_part is None:
-            self._warn_of_compiling(recompile, call)
+        self._warn_of_compiling(recompile, call, is_part is None, changed.values())
         compiled = recompile.compile(twin, example, parts, trains)
         compare_graphs(compiled.step, self.mesh.timeout)
-        step = self._add_step(compiled, twin, trains)
+        step = self._add_step(dataclasses.replace(compiled, call=compiled.call + constants), twin, trains, constants)
         self._use(step, wanted)
 
     def _accepting_step(
@@ -382,11 +403,15 @@ class ParallelModule(nn.Module):
             except InputError:
                 continue
             asked = tuple(index for index, value in enumerate(values) if wants_gradient(value))
-            if wanted.trains and asked != calls.spec.differentiable_inputs:
+            if wanted.trains and asked != calls.spec.differentiable_inputs or not self._fits(step, wanted.trains):
                 continue
             if not (whole and calls.are_parts(values)):
                 return step, values
         return None, []
+
+    def _fits(self, step: _BoundStep, trains: bool) -> bool:
+        """Whether a step has the Python values, and if the call `trains`, the trained parameters of now."""
+        return not step.changed(self) and not (trains and step.unfrozen())
 
     def _passes_known_part(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: str) -> bool | None:
         """Whether a call that is to be compiled passes a part of the batch of a step that is there.
@@ -426,19 +451,28 @@ class ParallelModule(nn.Module):
             raise InputError(
                 f"a call with {call} needs a step of its own, but {len(self._steps)} are compiled already, the most "
                 f"that Options(recompile_limit={recompile.limit}) allows (for {calls}, ...). Pad the inputs to a few "
-                "sizes (drop_last=True leaves out a smaller last batch), or set a higher limit"
+                "sizes (drop_last=True leaves out a smaller last batch), make a Python value that changes from call to "
+                "call a tensor, as an input or a buffer, or set a higher limit"
             )
         found: tuple[Any, ...] = tree_unflatten(leaves, spec)
         return found
 
-    def _warn_of_compiling(self, recompile: Recompile, call: str) -> None:
-        """Warn once that inputs of other sizes compile a step each."""
+    def _warn_of_compiling(
+        self, recompile: Recompile, call: str, is_other_size: bool, changed: Collection[ChangedConstant]
+    ) -> None:
+        """Warn once that inputs of other sizes compile a step each, and once that changed Python values do."""
         inputs = {step.attributes["_calls"].call.split(" in ")[0] for step in self._steps}
-        if self.mesh.rank == 0 and len(inputs) == 1 and call.split(" in ")[0] not in inputs:
+        reason = way_out = ""
+        if changed and not any(step.constants for step in self._steps):
+            told = [f"{each.shown} is {shown_value(each.now)} and was {shown_value(each.before)}" for each in changed]
+            reason, way_out = f"as {', '.join(told)}. Each value", "pass what changes often as a tensor, or in a buffer"
+        elif is_other_size and len(inputs) == 1 and call.split(" in ")[0] not in inputs:
+            reason = f"for {call}, as it was for {self._calls.call}. Each size of the inputs"
+            way_out = "pad the inputs to a few sizes, or leave out a smaller last batch (drop_last=True)"
+        if self.mesh.rank == 0 and reason:
             warnings.warn(
-                f"the model is compiled again, for {call}, as it was for {self._calls.call}. Each size of the inputs "
-                f"takes a step of its own, and a module has at most {recompile.limit} (Options(recompile_limit=...)): "
-                "pad the inputs to a few sizes, or leave out a smaller last batch (drop_last=True), to compile less",
+                f"the model is compiled again, {reason} takes a step of its own, and a module has at most "
+                f"{recompile.limit} (Options(recompile_limit=...)): {way_out}, to compile less",
                 stacklevel=9,
             )
 
@@ -450,11 +484,12 @@ class ParallelModule(nn.Module):
         own = {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
         specs = [step.attributes["spec"] for step in self._steps if step.trains]
         known = {each.name: each.trainable for spec in specs for each in spec.parameters}
-        trained = [name for name, each in self.named_parameters() if trains and known.get(name, each.requires_grad)]
+        named = self.named_parameters()
+        trained = [name for name, each in named if trains and (each.requires_grad or known.get(name))]
         return copy_without_values(self, kind, {**own, **self._hidden}, trained)
 
-    def _add_step(self, compiled: CompiledStep, model: nn.Module, trains: bool) -> _BoundStep:
-        """Bind a step for other inputs. Collective."""
+    def _add_step(self, compiled: CompiledStep, model: nn.Module, trains: bool, constants: str) -> _BoundStep:
+        """Bind a step for other calls. Collective."""
         spec = compiled.step.spec
         for each in (*spec.parameters, *spec.buffers):
             layout = self._layouts.get(each.name, Layout.replicated(each.layout.global_shape))
@@ -466,7 +501,7 @@ class ParallelModule(nn.Module):
                 )
         bound = self._bind(self, compiled, self._bound_graphs(compiled.step))
         bound["_constants"] = None if compiled.reads is None else ConstantsCheck(compiled.reads, model, self)
-        step = _BoundStep(bound, self._modes(), trains)
+        step = _BoundStep(bound, self._modes(), trains, constants)
         self._steps.append(step)
         return step
 

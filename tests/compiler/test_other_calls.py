@@ -162,6 +162,28 @@ def frozen(force: Any) -> None:
     same_loss(parallel.eval(), model.eval(), words())
 
 
+@pytest.mark.filterwarnings("ignore:the model is compiled again")
+def thawed(force: Any) -> None:
+    """Layers that are trained later, as in gradual unfreezing, and frozen again; with states of an optimizer."""
+    torch.manual_seed(0)
+    model = Language().double()
+    model.up.requires_grad_(False), model.embedding.requires_grad_(False)
+    parallel = sw.compile_parallel(
+        model, sw.Cluster.local(2), words(), options=sw.Options(force=force), progress=False
+    )
+    optimizers = {each: torch.optim.AdamW(each.parameters(), 1e-2) for each in (model, parallel)}
+    for changed, is_trained in (("", True), ("up", True), ("embedding", True), ("up", False), ("up", True)):
+        for each, optimizer in optimizers.items():
+            if changed:
+                each.get_submodule(changed).requires_grad_(is_trained)
+            optimizer.zero_grad()
+            each(*words())[1].backward()
+            optimizer.step()
+    assert len(parallel._steps) == 3
+    for name, value in parallel.full_state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name], msg=name)
+
+
 class Pictures(nn.Module):
     """A batch norm, which follows the convolution in training only, and a scale that one kind of call reads."""
 
@@ -343,7 +365,7 @@ def test_a_number_is_a_constant_of_its_step() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [accumulated, parts_and_local, refused, frozen, carried_state, changed_in_forward, functional_calls],
+    [accumulated, parts_and_local, refused, frozen, thawed, carried_state, changed_in_forward, functional_calls],
 )
 def test_on_ranks(check: Any, pool: WorkerPool) -> None:
     pool.run(check, {"*": "zdp"}, nprocs=2, timeout=300)

@@ -1,8 +1,9 @@
-"""What a user changes of the model's Python state after compiling is never passed over in silence."""
+"""What a user changes of the Python state after compiling is followed by another step, or is an error."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import re
 import warnings
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardweave as sw
-from shardweave.ir.errors import CaptureError, ParallelError
+from shardweave.ir.errors import CaptureError, InputError, ParallelError
+from shardweave.runtime.launch import WorkerPool
 
 SCALE = 3.0
 TABLE = {"gain": 2.0}
@@ -69,7 +72,7 @@ class Model(nn.Module):
 @pytest.fixture(scope="module")
 def compiled() -> tuple[Model, Any]:
     model = Model()
-    return model, sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+    return model, sw.compile_parallel(model, sw.Cluster.local(1), BATCH, options=sw.Options(recompile_limit=12))
 
 
 @contextlib.contextmanager
@@ -88,48 +91,158 @@ def changed(target: Any, name: Any, value: Any) -> Iterator[None]:
             put(name, before)
 
 
-CHANGES: dict[str, Callable[[Model], contextlib.AbstractContextManager[None]]] = {
+Changes = dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[None]]]
+OF_THE_MODEL: Changes = {
     "model.beta": lambda model: changed(model, "beta", 1.0),
     "model.flag": lambda model: changed(model, "flag", False),
     "model.option": lambda model: changed(model, "option", 0),
     "model.later": lambda model: changed(model, "later", 1),
-    "model.config.alpha": lambda model: changed(model.config, "alpha", 2.0),
-    "model.settings['k']": lambda model: changed(model.settings, "k", 2),
-    "model.settings['list'][1]": lambda model: changed(model.settings["list"], 1, 3.0),
     "model.drop.p": lambda model: changed(model.drop, "p", 0.5),
     "model.drop.training": lambda model: changed(model.drop, "training", False),
     "model.norm.momentum": lambda model: changed(model.norm, "momentum", 0.5),
     "model.drop": lambda model: changed(model._modules, "drop", nn.Identity()),
     "model.linear.forward": lambda model: changed(model.linear, "forward", lambda x: x),
+}
+SHARED: Changes = {
+    "config.alpha": lambda model: changed(model.config, "alpha", 2.0),
+    "settings['k']": lambda model: changed(model.settings, "k", 2),
+    "settings['list'][1]": lambda model: changed(model.settings["list"], 1, 3.0),
     "SCALE": lambda _: changed(globals(), "SCALE", 1.0),
     "TABLE['gain']": lambda _: changed(TABLE, "gain", 1.0),
     "CONFIG.alpha": lambda _: changed(CONFIG, "alpha", 3.0),
     "alpha": lambda _: changed(Config, "alpha", 3.0),
+    "cell_contents": lambda _: power_changed(),
 }
+"""What the model and the parallel module share: what holds no tensors."""
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_an_error_that_names_it(name: str, compiled: tuple[Model, Any]) -> None:
+@contextlib.contextmanager
+def power_changed() -> Iterator[None]:
+    CHANGE_POWER(3.0)
+    try:
+        yield
+    finally:
+        CHANGE_POWER(2.0)
+
+
+@pytest.mark.parametrize("name", OF_THE_MODEL)
+def test_a_change_in_the_model_is_an_error_that_names_it(name: str, compiled: tuple[Model, Any]) -> None:
     model, parallel = compiled
     parallel(BATCH).backward()
-    named = re.escape(name).replace("model", "(model|parallel)")  # they share what holds no tensors
     with (
-        pytest.raises(ParallelError, match=f"{named}.* was .* when the step was compiled"),
-        CHANGES[name](model),
+        pytest.raises(ParallelError, match=f"{re.escape(name)}.* was .* when the step was compiled"),
+        OF_THE_MODEL[name](model),
     ):
         parallel(BATCH)
     parallel(BATCH).backward()
 
 
-def test_a_change_of_a_closure_is_an_error(compiled: tuple[Model, Any]) -> None:
-    _, parallel = compiled
-    CHANGE_POWER(3.0)
-    try:
-        with pytest.raises(ParallelError, match=r"2\.0 when the step was compiled .* 3\.0"):
+@pytest.mark.parametrize("name", SHARED)
+def test_a_change_of_what_both_share_takes_another_step(name: str, compiled: tuple[Model, Any]) -> None:
+    model, parallel = compiled
+    for module in (model, parallel):
+        module.drop.p = 0.0
+    before = parallel(BATCH)
+    with SHARED[name](model):
+        after = parallel(BATCH)
+        torch.testing.assert_close(after, copy.deepcopy(model)(BATCH))
+    assert after != before
+    num_steps = len(parallel._steps)
+    torch.testing.assert_close(parallel(BATCH), before)
+    assert len(parallel._steps) == num_steps, "the first step is still there"
+    for module in (model, parallel):
+        module.drop.p = 0.1
+
+
+class Tempered(nn.Module):
+    """Reads values of each kind; `head` is there only if it is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("share", torch.ones(()))
+        self.temperature, self.has_head, self.power = 1.0, True, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) / self.temperature
+        if self.has_head:
+            x = self.head(x).tanh()
+        if self.share < 1:
+            x = x * self.share
+        return (x**self.power).square().mean()
+
+
+SCHEDULE = [
+    ("temperature", 1.0), ("temperature", 0.5), ("has_head", False), ("temperature", 1.0), ("temperature", 0.5),
+    ("has_head", True), ("share", 0.5), ("power", 2), ("share", 0.25),
+]  # fmt: skip
+DOUBLES = torch.arange(64, dtype=torch.float64).view(8, 8).sin()
+
+
+@pytest.mark.filterwarnings("ignore:the model is compiled again")
+def schedule(force: Any) -> None:
+    """Train while attributes change, as by ``model.temperature = 0.5`` in a training loop."""
+    torch.manual_seed(0)
+    model = Tempered().double()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    options = sw.Options(force=force, recompile_limit=9)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(world), DOUBLES, options=options)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, parallel)]
+    for name, value in SCHEDULE:
+        losses = []
+        for module, optimizer in zip((model, parallel), optimizers, strict=True):
+            module.share.fill_(value) if name == "share" else setattr(module, name, value)
+            optimizer.zero_grad()
+            losses.append(module(DOUBLES))
+            losses[-1].backward()
+            optimizer.step()
+        torch.testing.assert_close(losses[1], losses[0])
+    for name, value in parallel.full_state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name], msg=name)
+
+
+@pytest.mark.parametrize("force", [{"*": "zdp"}, {"linear": "column", "head": "row"}], ids=str)
+def test_steps_of_changed_values_train_as_on_one_device(force: Any, pool: WorkerPool) -> None:
+    pool.run(schedule, force, nprocs=2, timeout=300)
+
+
+def test_values_that_change_in_each_call_meet_the_limit() -> None:
+    parallel: Any = sw.compile_parallel(Tempered(), sw.Cluster.local(1), BATCH, options=sw.Options(recompile_limit=3))
+    with pytest.warns(UserWarning, match=r"compiled again, as parallel\.temperature is 2\.0 and was 1\.0\. Each value"):
+        parallel.temperature = 2.0
+        parallel(BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel.temperature = 3.0
+        parallel(BATCH)
+    parallel.temperature = 4.0
+    with pytest.raises(
+        InputError, match=r"parallel\.temperature = 4\.0 needs a step of its own.*as an input or a buffer"
+    ):
+        parallel(BATCH)
+    parallel.temperature = 2.0
+    parallel(BATCH)
+
+
+def differ() -> str:
+    """The error of ranks whose attributes differ: first where one compiles, then where both have a step."""
+    parallel: Any = sw.compile_parallel(Tempered(), sw.Cluster.local(2), BATCH)
+    told = []
+    for temperatures in ((1.0, 2.0), (2.0, 2.0), (1.0, 2.0)):
+        parallel.temperature = temperatures[dist.get_rank()]
+        try:
             parallel(BATCH)
-    finally:
-        CHANGE_POWER(2.0)
-    parallel(BATCH).backward()
+        except InputError as error:
+            told.append(str(error))
+    return "\n".join(told)
+
+
+def test_ranks_whose_values_differ_raise_an_error(pool: WorkerPool) -> None:
+    for told in pool.run(differ, nprocs=2):
+        first, second = told.splitlines()
+        for line in (first, second):
+            assert "rank 1 with x (4, 8) in training mode and parallel.temperature = 2.0" in line
+        assert "which is to be compiled" in first and "which is to be compiled" not in second
 
 
 def test_what_was_not_read_may_change(compiled: tuple[Model, Any]) -> None:
