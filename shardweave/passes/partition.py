@@ -299,7 +299,7 @@ class ShardedValues:
                 return written
             # A sum over micro-batches or sub-batches: first over the devices, then over the sub-batches, and over the
             # micro-batches in a graph of its own, which runs before the first of them.
-            self._check_input_only(node, times[0][0])
+            self._check_input_only(node, *times[0])
             part = self.local.redistribute(written, have, replace(want, partial=times), origin)
             part, have = self.local.join_steps(part, replace(want, partial=times), origin, self.mesh.sub_batch_axes)
             if have != want:
@@ -396,15 +396,15 @@ class ShardedValues:
         self.canonical[node] = working, in_step
         self.state_layouts[name] = layout
 
-    def _check_input_only(self, node: fx.Node, axis: Axis) -> None:
-        """Raise `LayoutError` where one micro-batch or sub-batch needs a sum over all of them.
+    def _check_input_only(self, node: fx.Node, axis: Axis, combine: str) -> None:
+        """Raise `LayoutError` where one micro-batch or sub-batch needs a sum, or a maximum, over all of them.
 
         A sum that depends on inputs alone can be computed beforehand, and is allowed.
         """
-        if node not in self.input_only:
+        if node not in self.input_only or combine != "sum":
             reader = self.current or node
             raise LayoutError(
-                f"{info(reader).op}: {reader.target} needs the sum over the whole batch of {info(node).op} "
+                f"{info(reader).op}: {reader.target} needs the {combine} over the whole batch of {info(node).op} "
                 f"({node.name}), so the batch cannot be computed in {axis.name}-batches, one after another: use "
                 f"{axis.name}_batches=1, or move what needs the whole batch out of the model"
             )

@@ -312,6 +312,11 @@ class LocalGraph:
         """Join the sub-batches or slices of a value along these unrolled axes. Return the node and its layout."""
         for axis in axes:
             if axis in have.partial_axes:
+                if (combine := dict(have.partial)[axis]) != "sum":
+                    raise LayoutError(
+                        f"{origin.op} needs the {combine} of all {axis.name}-batches, and only sums of them are "
+                        f"computed: use {axis.name}_batches=1"
+                    )
                 have = replace(have, partial=tuple(item for item in have.partial if item[0] != axis))
                 node = self.call(origin, total, node, axis.name, axis.size)
             elif axis in have.shard_axes:

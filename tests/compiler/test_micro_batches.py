@@ -184,6 +184,18 @@ class Squared(nn.Linear):
         return super().forward(x).mean().exp()
 
 
+class Relative(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * (x.amax() - x)).sum()
+
+
+@pytest.mark.parametrize("form", ["micro_batches", "sub_batches"])
+def test_the_greatest_element_of_an_input_is_not_summed_over_parts_of_the_batch(form: Any) -> None:
+    options = sw.Options(**{form: 2})
+    with pytest.raises(LayoutError, match="needs the max over the whole batch"):
+        sw.compile_parallel(Relative(8, 8), sw.Cluster.local(1), torch.randn(16, 8), options=options)
+
+
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
