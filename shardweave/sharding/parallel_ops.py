@@ -163,7 +163,7 @@ class Op:
                 left //= axis.size
         result = {}
         for role in self.roles:
-            names = dict(role.atoms)
+            names = {atom: name for atom, name in role.atoms if _splits(role.node, name)}
             assignment = {axis: names[atom] for axis, atom in atoms.items() if atom in names}
             assignment |= self._rows(role, rows)
             result[role.node.name] = Assignment.of(assignment)
@@ -192,6 +192,13 @@ class Op:
             for dim in range(rank)
         )
         return Layout(dims_layout(dims, sizes, assignment))
+
+
+def _splits(node: fx.Node, factor: str) -> bool:
+    """Whether a node can split a loop. A region that selects by values cannot, where the op's other nodes can."""
+    bound, rule = info(node).rule, find_rule(node)
+    assert bound is not None
+    return not bound.factor(factor).blocked or rule is not None and rule.decompose is not None
 
 
 def idle_axes(batch: int, axes: Iterable[Axis]) -> frozenset[Axis]:

@@ -95,6 +95,9 @@ class Selects(nn.Module):
     def repeated(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return hidden.repeat_interleave(labels, 0).pow(2).mean()
 
+    def shared(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return self.down(self.up(hidden[labels > 2]).relu()).pow(2).sum() + hidden.pow(2).mean()
+
     def distinct(self, hidden: Tensor, labels: Tensor) -> Tensor:
         values, places = labels.unique(return_inverse=True)
         return torch.zeros(len(values), 8, dtype=hidden.dtype).index_add(0, places, hidden).pow(2).sum()
@@ -102,7 +105,7 @@ class Selects(nn.Module):
 
 KINDS = (
     "kept", "kept_rows", "centred", "written", "filled", "placed", "masked", "loops", "cut", "scaled", "repeated",
-    "distinct", "mixture",
+    "shared", "distinct", "mixture",
 )  # fmt: skip
 
 
@@ -134,7 +137,7 @@ def losses_and_gradients(model: nn.Module) -> Any:
 def test_trains_as_on_one_device(kind: str, pool: WorkerPool) -> None:
     case = Case(kind, partial(Selects, kind), draw)
     ways = [Way("zdp", {"*": "zdp"}), Way("tensor and data", {"up": (2, 1, 1, 2), "down": (1, 2, 1, 2)})]
-    if kind in ("kept", "mixture"):
+    if kind in ("kept", "shared", "mixture"):
         ways += [Way("dp", {"*": "dp"}), Way("3d", {"up": (2, 1, 2, 1), "down": (1, 2, 2, 1)}), Way("planner")]
     steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
     run = partial(same_in_both_worlds, losses_and_gradients, steps, [way.name for way in ways], case)
