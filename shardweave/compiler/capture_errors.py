@@ -260,7 +260,7 @@ def _line(chain: list[BaseException]) -> str:
         raised: Any = getattr(local.get("curr_exc"), "__traceback__", None)
         frames += [one.frame_summary for one in raised.extract_tb()] if hasattr(raised, "extract_tb") else []
     for frame in reversed(frames):
-        if not frame.filename.startswith(_TORCH):
+        if not frame.filename.startswith((_TORCH, _OWN)):
             return f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
     return next((found for error in chain if (found := _user_line(str(error)))), "")
 
@@ -275,6 +275,7 @@ def _locals_of(chain: list[BaseException]) -> Iterator[dict[str, Any]]:
 def _user_line(text: str) -> str:
     """The last source line in a stack trace, for a message; empty if there is none."""
     lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
+    lines = [line for line in lines if not line[0].startswith(_OWN)]  # forms that are traced for torch's functions
     return "".join(f"\n  {file}:{line} in {function}: {code.strip()}" for file, line, function, code in lines[-1:])
 
 

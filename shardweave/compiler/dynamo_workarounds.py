@@ -25,8 +25,10 @@ from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
 from torch.distributions import kl
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
 
 HINTS = {
@@ -36,9 +38,10 @@ HINTS = {
     "autograd.grad(": "Use torch.func.grad, which is captured: torch.func.grad(f)(x) is the gradient of a number f(x).",
     ".backward(": "Call backward outside of the model. In a forward, torch.autograd.grad is captured.",
     ".requires_grad_(": "Make a leaf of your own, x = x.detach().requires_grad_(), or pass an input that requires one.",
-    "pack_padded_sequence(": "The number of rows of a packed sequence depends on the lengths. Give the layer the "
-    "padded batch, mask its outputs by the lengths, and take each row's last state from them by gather: a layer of one "
-    "direction computes the same. For the other direction, reverse each row by its length with gather, too.",
+    "PackedSequence(": "Give the padded batch and its lengths to the model, and pack them in its forward. Compute on "
+    "the padded batch, before it is packed or after pad_packed_sequence, or on packed.data for a loss.",
+    "proj_size(": "Give that layer the padded batch, mask its outputs by the lengths, and take each row's last state "
+    "from them by gather: with one direction that is the same.",
     "retain_grad(": "Pass a tensor of zeros that requires a gradient, and add it to that value: its gradient is the "
     "value's.",
     "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
@@ -57,6 +60,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _builtins_known(),
         _as_compiled(),
         recurrent_layers(),
+        _packed_sequences(),
         _ctc_losses(),
         _covariances(),
         _kl_divergences(),
@@ -106,27 +110,33 @@ def recurrent_layers() -> Iterator[None]:
             finals += final
         return x, finals
 
+    # Of a packed sequence (`_Packed`), the padded batch and the rows' lengths come as the data and the batch sizes.
+
     def one_layer(
-        x: Tensor, hidden: Tensor, params: Any, has_biases: bool, hidden_fn: str, reverse: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        states = steps(x, hidden.unsqueeze(0), params, has_biases, hidden_fn, reverse)
+        x: Tensor, hidden: Tensor, params: Any, has_biases: bool, hidden_fn: str, reverse: bool = False,
+        batch_sizes: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        states = steps(x, hidden.unsqueeze(0), params, has_biases, hidden_fn, reverse, batch_sizes)
         return states[0], states[0, 0 if reverse else -1]
 
     def one_layer_lstm(
-        x: Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool = False
+        x: Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool = False, batch_sizes: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if len(params) in (3, 5):  # a projection is the last parameter
             result: tuple[Tensor, tuple[Tensor, Tensor]] = long(x, hidden, params, has_biases, reverse)
             return result
-        states = steps(x, torch.stack([*hidden]), params, has_biases, "lstm", reverse)
+        states = steps(x, torch.stack([*hidden]), params, has_biases, "lstm", reverse, batch_sizes)
         last = 0 if reverse else -1
         return states[0], (states[0, last], states[1, last])
 
-    def steps(x: Tensor, initial: Tensor, params: Any, has_biases: bool, cell: str, reverse: bool) -> Tensor:
+    def steps(
+        x: Tensor, initial: Tensor, params: Any, has_biases: bool, cell: str, reverse: bool,
+        lengths: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         bias, state_bias = params[2:4] if has_biases else (None, None)
         igates = nn.functional.linear(x, params[0], bias)
         given = (None if value is None else value.to(igates.dtype) for value in (params[1], state_bias, initial))
-        states: Tensor = torch.ops.shardweave.recurrence(igates, *given, cell, reverse)
+        states: Tensor = torch.ops.shardweave.recurrence(igates, *given, lengths, cell, reverse)
         return states
 
     def lstm_cell(x: Tensor, hidden: Any, *params: Any) -> tuple[Tensor, Tensor]:
@@ -141,12 +151,164 @@ def recurrent_layers() -> Iterator[None]:
         _rnn_helper=layers,
         one_layer_rnn=one_layer,
         one_layer_lstm=one_layer_lstm,
+        one_layer_rnn_data=one_layer,
+        one_layer_lstm_data=one_layer_lstm,
         select_one_layer_lstm_function=lambda *_: one_layer_lstm,  # oneDNN's needs a workspace that a graph lacks
         rnn_cell=lambda nonlinearity: nonlinearity.__name__,
+        rnn_cell_data=lambda nonlinearity: nonlinearity.__name__,
         gru_cell="gru",
+        gru_cell_data="gru",
     )
     forms = {torch.ops.aten.lstm_cell.default: lstm_cell, torch.ops.aten.gru_cell.default: gru_cell}
     with patched, _traced_as(forms):
+        yield
+
+
+class _Packed(rnn.PackedSequence):
+    """Stands for a `PackedSequence` in a capture: the padded batch, steps first, and the length of each row.
+
+    `longest` is the greatest length where that is known. `order` is that of the rows in a packed sequence.
+    """
+
+    def __new__(cls, *_: Any) -> _Packed:
+        return tuple.__new__(cls, ())
+
+    def __init__(self, padded: Tensor, lengths: Tensor, longest: int | None, order: Tensor | None) -> None:
+        self.padded, self.lengths, self.longest, self.order = padded, lengths, longest, order
+
+    def padding(self) -> Tensor:
+        """Where the padded batch has no elements of a row."""
+        steps = torch.arange(len(self.padded), device=self.padded.device)[:, None]
+        return steps >= self.lengths.to(self.padded.device)
+
+    def to(self, *args: Any, **kwargs: Any) -> _Packed:
+        return _Packed(self.padded.to(*args, **kwargs), self.lengths, self.longest, self.order)
+
+    @property
+    def data(self) -> Tensor:
+        padded, inside = self.padded, ~self.padding()
+        if self.order is not None:
+            order = self.order.to(padded.device)
+            padded, inside = padded[:, order], inside[:, order]
+        return padded[inside]
+
+    @property
+    def batch_sizes(self) -> Tensor:
+        raise ValueError(_NO_PARTS)
+
+    sorted_indices = unsorted_indices = batch_sizes
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.data if index == 0 else self.batch_sizes
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError(_NO_PARTS)
+
+
+_NO_PARTS = (
+    "a `PackedSequence` has its data alone where it is captured, no batch sizes or indices, and is made by "
+    "pack_padded_sequence, pack_sequence and recurrent layers only"
+)
+
+
+def _filled(padded: Tensor, where: Tensor, value: float) -> Tensor:
+    return padded.masked_fill(where.reshape(where.shape + (1,) * (padded.dim() - 2)), value)
+
+
+def _pack_padded_sequence(
+    input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
+) -> _Packed:
+    padded, longest = input.transpose(0, 1) if batch_first else input, None
+    steps, rows = padded.shape[:2]
+    if not isinstance(lengths, Tensor):
+        if all(statically_known_true(each > 0) and statically_known_true(each <= steps) for each in lengths):
+            longest = max(lengths)
+        lengths = torch.tensor(lengths)
+    lengths = lengths.long()
+    if lengths.shape != (rows,):
+        raise ValueError(f"pack_padded_sequence: {rows} rows have no lengths of shape {tuple(lengths.shape)}")
+    if longest is None:
+        is_possible = (lengths > 0) & (lengths <= steps)
+        torch._assert_async(is_possible.all(), f"pack_padded_sequence: a length is not between 1 and {steps}")
+    order = None if enforce_sorted else torch.sort(lengths, descending=True)[1]
+    packed = _Packed(padded, lengths, longest, order)
+    packed.padded = _filled(padded, packed.padding(), 0)  # so that no infinite padding reaches a gradient
+    return packed
+
+
+def _pad_packed_sequence(
+    sequence: Any, batch_first: bool = False, padding_value: float = 0.0, total_length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    if not isinstance(sequence, _Packed):
+        raise ValueError(_NO_PARTS)
+    steps, longest = len(sequence.padded), sequence.longest
+    size = total_length or longest or steps
+    if longest is not None and size < longest:
+        raise ValueError(f"total_length={size} is less than the longest length, {longest}")
+    if total_length is None and longest is None:
+        lengths = sequence.lengths
+        fills = (lengths == steps).sum() > 0  # a sum: micro-batches know those of inputs over the whole batch
+        torch._assert_async(
+            (fills | (lengths < 0)).all(),  # a flag for each row, which belongs to the lengths
+            f"pad_packed_sequence: the step is compiled for a longest sequence of {steps} steps, as many as the padded "
+            "batch has, and this batch has shorter ones only: pass total_length, or cut it to its longest sequence",
+        )
+    elif size < steps and longest is None:
+        torch._assert_async(
+            (sequence.lengths <= size).all(), f"pad_packed_sequence: a sequence has more steps than total_length={size}"
+        )
+    padded = _filled(sequence.padded, sequence.padding(), padding_value)[:size]
+    if size > steps:
+        padded = torch.cat([padded, padded.new_full((size - steps, *padded.shape[1:]), padding_value)])
+    return padded.transpose(0, 1) if batch_first else padded, sequence.lengths
+
+
+@contextlib.contextmanager
+def _packed_sequences() -> Iterator[None]:
+    """While this runs, Dynamo traces packed sequences as padded batches and lengths (`_Packed`).
+
+    The number of rows of a packed sequence, and the rows of each step, depend on the lengths.
+    """
+    dynamo: Any = torch._dynamo
+    function: Any = dynamo.variables.UserFunctionVariable
+    forms = {rnn.pack_padded_sequence: _pack_padded_sequence, rnn.pad_packed_sequence: _pad_packed_sequence}
+
+    class Form(function):  # type: ignore[misc]
+        @classmethod
+        def create_with_source(cls, value: Any, source: Any) -> Any:
+            return function(forms[value])
+
+    def forward_of(kind: type[nn.RNNBase], layers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+        original = kind.forward
+
+        def forward(self: Any, input: Any, hx: Any = None) -> Any:
+            if not isinstance(input, rnn.PackedSequence):
+                return original(self, input, hx)
+            if not isinstance(input, _Packed):
+                raise ValueError(_NO_PARTS)
+            if self.proj_size:
+                raise ValueError("an LSTM with `proj_size` takes no packed sequence where it is captured")
+            self._update_flat_weights()
+            padded = input.padded
+            if hx is None:
+                count = self.num_layers * (2 if self.bidirectional else 1)
+                hx = padded.new_zeros(count, padded.shape[1], self.hidden_size)
+                hx = (hx, hx) if self.mode == "LSTM" else hx
+            self.check_forward_args(padded.transpose(0, 1) if self.batch_first else padded, hx, None)
+            options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
+            found = layers[self.mode](padded, input.lengths.to(padded.device), hx, self._flat_weights, *options)
+            last = (found[1], found[2]) if self.mode == "LSTM" else found[1]
+            return _Packed(found[0], input.lengths, input.longest, input.order), last
+
+        return forward
+
+    vf: Any = torch._VF
+    layers = {"LSTM": vf.lstm, "GRU": vf.gru, "RNN_TANH": vf.rnn_tanh, "RNN_RELU": vf.rnn_relu}
+    with contextlib.ExitStack() as stack:
+        rules = dynamo.trace_rules.get_torch_obj_rule_map()
+        stack.enter_context(mock.patch.dict(rules, dict.fromkeys(forms, Form)))
+        for kind in (nn.LSTM, nn.GRU, nn.RNN):
+            stack.enter_context(mock.patch.object(kind, "forward", forward_of(kind, layers)))
         yield
 
 

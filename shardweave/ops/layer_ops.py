@@ -252,20 +252,35 @@ def _order(steps: int, reverse: bool) -> list[int]:
     return list(range(steps))[:: -1 if reverse else 1]
 
 
+def _within(lengths: Tensor | None, step: int, new: Steps, old: Steps) -> Steps:
+    """`new` in the rows that are longer than `step`, `old` in the others."""
+    if lengths is None:
+        return new
+    longer = (lengths > step)[:, None]
+    return tuple(torch.where(longer, *pair) for pair in zip(new, old, strict=True))
+
+
 def _recurrence(
-    igates: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor, cell: str, reverse: bool
+    igates: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor,
+    lengths: Tensor | None,
+    cell: str,
+    reverse: bool,
 ) -> Tensor:
     """The states of a recurrent layer after each step.
 
     `igates` (steps, rows, gates) are the products of the inputs, `weight` (gates, hidden) and `bias` make those of the
     hidden state. `initial` (states, rows, hidden) has the hidden state before the first step, of an LSTM also the cell.
-    The result is of shape (states, steps, rows, hidden).
+    Where a row has ended, by its length in `lengths`, its states stay as they are. The result is of shape (states,
+    steps, rows, hidden).
     """
     states = igates.new_empty(initial.shape[0], igates.shape[0], *initial.shape[1:])
     before = initial.unbind()
     for step in _order(igates.shape[0], reverse):
         hgates = torch.nn.functional.linear(before[0], weight, bias)
-        before = _CELLS[cell][0](igates[step], hgates, *before)
+        before = _within(lengths, step, _CELLS[cell][0](igates[step], hgates, *before), before)
         for index, state in enumerate(before):
             states[index, step] = state
     return states
@@ -277,6 +292,7 @@ def _recurrence_backward(
     weight: Tensor,
     bias: Tensor | None,
     initial: Tensor,
+    lengths: Tensor | None,
     states: Tensor,
     cell: str,
     reverse: bool,
@@ -291,8 +307,9 @@ def _recurrence_backward(
         before = states[:, order[index - 1]] if index else initial
         grads = tuple(late + mine for late, mine in zip(coming, grad[:, step]))
         (inputs, hidden), direct = _CELLS[cell][1](igates[step], hgates[step], states[:, step], before, grads)
-        coming = (direct[0] + hidden @ weight, *direct[1:])
-        for result, value in zip(found, (inputs, hidden)):
+        coming = _within(lengths, step, (direct[0] + hidden @ weight, *direct[1:]), grads)
+        zeros = torch.zeros_like(inputs)
+        for result, value in zip(found, _within(lengths, step, (inputs, hidden), (zeros, zeros))):
             if result is not None:
                 result[step] = value
     return [found[0], torch.stack(coming), *(result for result in found[1:] if result is not None)]
@@ -304,7 +321,7 @@ def before_steps(states: Tensor, initial: Tensor, reverse: bool) -> Tensor:
     return torch.cat(parts, 1)
 
 
-_ARGUMENTS = "Tensor igates, Tensor weight, Tensor? bias, Tensor initial"
+_ARGUMENTS = "Tensor igates, Tensor weight, Tensor? bias, Tensor initial, Tensor? lengths"
 register(
     f"recurrence({_ARGUMENTS}, str cell, bool reverse) -> Tensor",
     _recurrence,
@@ -315,24 +332,25 @@ register(
 register(
     f"recurrence_backward(Tensor grad, {_ARGUMENTS}, Tensor states, str cell, bool reverse) -> Tensor[]",
     _recurrence_backward,
-    lambda grad, igates, weight, bias, initial, states, cell, reverse: [
+    lambda grad, igates, weight, bias, initial, lengths, states, cell, reverse: [
         torch.empty_like(igates), torch.empty_like(initial), *([torch.empty_like(igates)] if cell == "gru" else [])
     ],
 )  # fmt: skip
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    igates, weight, bias, initial, *ctx.options = inputs
-    ctx.save_for_backward(igates, weight, bias, initial, output)
+    *tensors, cell, reverse = inputs
+    ctx.options = cell, reverse
+    ctx.save_for_backward(*tensors, output)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    igates, weight, bias, initial, states = ctx.saved_tensors
+    igates, weight, bias, initial, lengths, states = ctx.saved_tensors
     op = torch.ops.shardweave.recurrence_backward.default
-    inputs, first, *others = op(grad, igates, weight, bias, initial, states, *ctx.options)
+    inputs, first, *others = op(grad, igates, weight, bias, initial, lengths, states, *ctx.options)
     gates = (others[0] if others else inputs).flatten(0, 1)
     before = before_steps(states[:1], initial[:1], ctx.options[-1])[0].flatten(0, 1)
-    return inputs, gates.t() @ before, None if bias is None else gates.sum(0), first, None, None
+    return inputs, gates.t() @ before, None if bias is None else gates.sum(0), first, None, None, None
 
 
 torch.library.register_autograd("shardweave::recurrence", _gradients, setup_context=_save_for_backward, lib=LIBRARY)

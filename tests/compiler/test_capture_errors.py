@@ -75,7 +75,7 @@ def drops(x: Tensor) -> Tensor:
 
 
 def packs(x: Tensor) -> Tensor:
-    return packed(x[:, :, None], [4] * 8, batch_first=True).data
+    return packed(x[:, :, None], [4] * 8, batch_first=True).batch_sizes
 
 
 def loops(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ WAY, STOPS, PRINT = "torch.where", "mend the call or the config", "Take the prin
 REFUSED = [
     (branches, "a branch depends on the values", "return -x[:1] if", WAY),
     (drops, "runs on a number of elements that depends", "dropout(x[x[:, 0] > 0]", "before some of them are selected"),
-    (packs, "`pack_padded_sequence`", "packed(x[:, :, None]", "mask its outputs by the lengths"),
+    (packs, "a `PackedSequence` has its data alone", "packed(x[:, :, None]", "Give the padded batch and its lengths"),
     (loops, "a number depends on the values", ".flatten().tolist()", WAY),
     (prints, "builtin operator `print`", "print(x.shape)", PRINT),
     (stops, "it raises ValueError: 'bad shape (8, 4)'", "raise ValueError", STOPS),

@@ -326,21 +326,6 @@ def test_checked_functions_of_linalg_compute_and_raise_as_on_one_device() -> Non
         torch.compile(Checked(4, 4), backend="shardweave")(x)
 
 
-class PackedSteps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRU(4, 4, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-        return nn.utils.rnn.pad_packed_sequence(self.cell(packed)[0], batch_first=True)[0].sum()
-
-
-def test_a_packed_sequence_is_refused_with_a_way_out() -> None:
-    with pytest.raises(CaptureError, match=r"\nThe number of rows .* the padded batch"):
-        capture(PackedSteps(), (torch.randn(2, 3, 4), torch.tensor([3, 2])))
-
-
 def test_what_a_model_raises_is_what_a_user_reads() -> None:
     model = tf.T5ForConditionalGeneration(tf.T5Config(**T5))
     with pytest.raises(CaptureError, match=r"it raises \w+Error: .*decoder_start_token_id.*\n.*in _shift_right"):

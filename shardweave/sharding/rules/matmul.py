@@ -198,8 +198,8 @@ rule(
 )
 rule(torch.ops.shardweave.expert_outer.default, "s k, s n, s -> e k n", owned={"e": (0, 1)}, lower=lower_expert_outer)
 
-rule(torch.ops.shardweave.recurrence.default, "[s] b [g], [g] [h], [g], [k] b [h] -> [k] [s] b [h]")
-_RECURRENCE_BACKWARD = "[k] [s] b [h], [s] b [g], [g] [h], [g], [k] b [h], [k] [s] b [h] -> [s] b [g], [k] b [h]"
+rule(torch.ops.shardweave.recurrence.default, "[s] b [g], [g] [h], [g], [k] b [h], b -> [k] [s] b [h]")
+_RECURRENCE_BACKWARD = "[k] [s] b [h], [s] b [g], [g] [h], [g], [k] b [h], b, [k] [s] b [h] -> [s] b [g], [k] b [h]"
 
 
 def bind_recurrence_backward(node: fx.Node) -> BoundRule:

@@ -36,7 +36,8 @@ def _recurrent(d: Draw) -> tuple[Call, str, list[int]]:
     states, (steps, rows, hidden) = 2 if cell == "lstm" else 1, (d.size(), d.size(), d.size())
     gates = hidden * GATES[cell]
     bias = d.choice([None, d.tensor(gates)])
-    arguments = d.tensor(steps, rows, gates), d.tensor(gates, hidden), bias, d.tensor(states, rows, hidden)
+    lengths = d.choice([None, 1 + d.integers(steps, rows)])
+    arguments = d.tensor(steps, rows, gates), d.tensor(gates, hidden), bias, d.tensor(states, rows, hidden), lengths
     return (arguments, {}), cell, [states, steps, rows, hidden]
 
 
