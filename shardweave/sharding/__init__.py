@@ -3,14 +3,12 @@ the ops that get a strategy, and the equal layers of a model. May import `ir` an
 """
 
 from shardweave.sharding.annotate import (
-    INHERITED_META,
     Annotate,
     Classes,
     any_covers,
     bind_new,
     checkpoint_of,
     covers,
-    decompose,
     depends_on_inputs,
     find_classes,
     graph_outputs,
@@ -21,11 +19,13 @@ from shardweave.sharding.annotate import (
     unruled_ops,
 )
 from shardweave.sharding.graphs import (
+    INHERITED_META,
     alias_of,
     argument_key,
     collective,
     copied,
     copied_from,
+    decompose,
     describe,
     fake_result,
     gathers_parameter,

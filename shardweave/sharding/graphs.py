@@ -1,4 +1,4 @@
-"""Read fx graphs: values, sizes, names and signatures of nodes, and copies of graphs.
+"""Read fx graphs: values, sizes, names and signatures of nodes; copies of graphs, and decompositions of nodes.
 
 Two nodes with the same signature share one measured time. This is the only module that touches torch's private lazy
 GraphModule, which compiles the code of a graph when the code is read or run.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._pytree import tree_map_only
 
 import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import META, Collective, NodeInfo, VerifyError
@@ -237,6 +238,69 @@ def fake_result(
     if known is not None:
         known[key] = result
     return result
+
+
+INHERITED_META = ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute",
+                  "ac_graph_id")  # fmt: skip
+"""Metadata that the nodes of a decomposition copy from the node that they replace."""
+
+
+def decompose(node: fx.Node, form: Callable[..., Any], known: dict[object, Any]) -> list[fx.Node]:
+    """Replace `node` by the ops of `form`, traced on its arguments, and return the new nodes.
+
+    A form that writes into an argument is not taken: the node stays as it is.
+
+    `known` is a cache: calls with equal arguments have equal traces.
+    """
+    leaves = list(node.all_input_nodes)
+    places = {leaf: f"%{index}" for index, leaf in enumerate(leaves)}  # strings, as numbers are arguments, too
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+    key = "form", form, argument_key(leaves), str((args, kwargs))
+    if key not in known:
+        known[key] = _traced(node, form, leaves)
+    traced = known[key]
+    if any(isinstance(op := inner.target, torch._ops.OpOverload) and op._schema.is_mutable for inner in traced.nodes):
+        return []
+    mapping: dict[fx.Node, Any] = {}
+    added: list[fx.Node] = []
+    arguments = iter(leaves)
+    with node.graph.inserting_before(node):
+        for inner in traced.nodes:
+            if inner.op == "placeholder":
+                mapping[inner] = next(arguments)
+            elif inner.op == "output":
+                result = fx.node.map_arg(inner.args[0], lambda leaf: mapping[leaf])
+            else:
+                copy = node.graph.node_copy(inner, lambda leaf: mapping[leaf])
+                copy.meta |= {key: node.meta[key] for key in INHERITED_META if key in node.meta}
+                mapping[inner] = copy
+                added.append(copy)
+    if isinstance(result, (tuple, list)):
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])  # type: ignore[index]
+            node.graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+    return added
+
+
+def _traced(node: fx.Node, form: Callable[..., Any], leaves: Sequence[fx.Node]) -> fx.Graph:
+    """The graph of `form`, called as `node` calls its op, with fake values for `leaves`."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake = leaves[0].meta["val"].fake_mode
+
+    def call(*values: Any) -> Any:
+        lookup = dict(zip(leaves, values))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda leaf: lookup[leaf])
+        given = (list(each) if isinstance(each, list) else each for each in args)  # some forms write into their lists
+        return form(*given, **kwargs)
+
+    with fake:  # values of their own, as nodes of a saved graph share theirs, and a trace tells arguments apart by them
+        traced = make_fx(call)(*tree_map_only(torch.Tensor, torch.Tensor.detach, [leaf.meta["val"] for leaf in leaves]))
+    traced.graph.eliminate_dead_code()
+    return traced.graph
 
 
 def module_of(constants: fx.GraphModule, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:

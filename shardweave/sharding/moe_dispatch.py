@@ -18,9 +18,9 @@ from torch import fx
 
 import shardweave.ops  # noqa: F401  (registers the ops)
 from shardweave.ir import RuleError
-from shardweave.sharding.graphs import describe, fake_result
+from shardweave.sharding.graphs import INHERITED_META, decompose, describe, fake_result
 from shardweave.sharding.rules import find_rule
-from shardweave.sharding.rules.registry import argument, argument_names, tensor_args
+from shardweave.sharding.rules.registry import argument, argument_names, form_of, tensor_args
 
 aten = torch.ops.aten
 custom_ops = torch.ops.shardweave
@@ -34,11 +34,14 @@ _COUNTING = ("aten::cumsum", "aten::histc", "aten::bincount", "aten::_to_copy", 
 _GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
 
 
-def undo_dispatch(graph: fx.Graph) -> None:
-    """Rewrite every region of `graph` that sorts rows for grouped products. Other sorts stay."""
+def undo_dispatch(graph: fx.Graph, known: dict[object, Any] | None = None) -> None:
+    """Rewrite every region of `graph` that sorts rows for grouped products. Other sorts stay.
+
+    `known` is a cache of decompositions: see `decompose`.
+    """
     for node in list(graph.nodes):
         if _name(node) in ("aten::sort", "aten::argsort") and node.meta["val"] is not None:
-            region = _Region(node)
+            region = _Region(node, {} if known is None else known)
             if region.feeds_grouped_product():
                 region.rewrite()
     graph.eliminate_dead_code()
@@ -54,6 +57,7 @@ class _Region:
     """
 
     sort: fx.Node
+    known: dict[object, Any]
     twins: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
     rows: dict[fx.Node, int] = field(default_factory=dict)
     inverses: set[fx.Node] = field(default_factory=set)
@@ -89,15 +93,16 @@ class _Region:
             self.rows[self.sort] = 1
         nodes = list(self.sort.graph.nodes)
         for node in nodes[nodes.index(self.sort) + 1 :]:
-            if node.op == "call_function" and any(self._known(source) for source in node.all_input_nodes):
-                self._visit(node)
+            self._visit(node)
 
     def _known(self, node: fx.Node) -> bool:
         if _name(node) == _GROUPED_BACKWARD:
             return node.args[0] in self.twins
         return node is self.sort or node in self.twins or node in self.rows or node in self.inverses
 
-    def _visit(self, node: fx.Node) -> None:
+    def _visit(self, node: fx.Node, decomposes: bool = True) -> None:
+        if node.op != "call_function" or not node.users or not any(map(self._known, node.all_input_nodes)):
+            return
         name = _name(node)
         if node.target is operator.getitem:
             self._getitem(node)
@@ -119,6 +124,9 @@ class _Region:
             self._product(node)
         elif name == _GROUPED_BACKWARD:
             return  # its two results are rewritten at their `getitem` nodes
+        elif decomposes and (form := form_of(node)) and (parts := decompose(node, form, self.known)):
+            for part in parts:
+                self._visit(part, decomposes=part.target is not node.target)
         else:
             self._row_wise(node)
 
@@ -228,9 +236,7 @@ class _Region:
         """An op each of whose rows depends only on the same rows of its inputs, or that sums over all rows."""
         rule = find_rule(node)
         if any(source in self.rows or source in self.inverses for source in node.all_input_nodes) or rule is None:
-            if node.users:
-                raise self._unknown(node)
-            return
+            raise self._unknown(node)
         bound = rule.bind(node)
         names: set[str] = set()
         others: set[str] = set()
@@ -263,9 +269,7 @@ class _Region:
         graph = place.graph
         with graph.inserting_before(place):
             node = graph.call_function(target, args, kwargs)
-        for key in ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute"):
-            if key in place.meta:
-                node.meta[key] = place.meta[key]
+        node.meta |= {key: place.meta[key] for key in INHERITED_META if key in place.meta}
         node.meta["val"] = fake_result(target, args, kwargs, self.keys.meta["val"].fake_mode)
         return node
 

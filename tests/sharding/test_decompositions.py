@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from shardweave.sharding.annotate import decompose
+from shardweave.sharding.graphs import decompose
 from shardweave.sharding.rules import RULES
 from shardweave.sharding.rules.registry import CONDITIONAL, DECOMPOSITIONS
 from tests.passes.cases import CASES, Draw

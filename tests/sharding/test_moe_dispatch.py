@@ -156,6 +156,22 @@ def test_any_routing_computes_the_same(how: str, tokens: int, top: int, experts:
     assert left["shardweave::expert_mm"] == left["shardweave::expert_outer"] == 1
 
 
+BY_ROW: dict[str, Callable[[Tensor], Tensor]] = {
+    "root mean square": lambda rows: rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-5),
+    "layer norm": lambda rows: F.layer_norm(rows, (8,)),
+    "standardised": lambda rows: (rows - rows.mean(-1, keepdim=True)) / (rows.std(-1, keepdim=True) + 0.1),
+    "softmax": lambda rows: rows.softmax(-1),
+    "largest": lambda rows: rows * rows.amax(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_ops_between_that_work_by_row(name: str) -> None:
+    """Also those that have a decomposition instead of a rule."""
+    left = check_undone(Routed("counted", between=BY_ROW[name]), routed_batch(), 1e-5)
+    assert left["shardweave::expert_mm"] == left["shardweave::expert_outer"] == 1
+
+
 UNREADABLE: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "running sum": ("counted", lambda rows: rows.cumsum(0)),
     "reversed": ("counted", lambda rows: rows.flip(0)),
