@@ -128,12 +128,15 @@ HINTS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "efficientnet": {"hidden_dim": 2560},
     "whisper": {"max_source_positions": 16, "num_mel_bins": 16},
+    "nemotron3_diarization_audio": {"num_key_value_heads": HEADS},  # its values are of every head
+    "nemotron3_5_transcribe_asr_audio": {"num_key_value_heads": HEADS},
+    "nemotron3_5_transcribe_word_timestamp": {"num_key_value_heads": HEADS},
     "AutoencoderKL": {"norm_num_groups": 8},
     "UNet2DModel": {"norm_num_groups": 8},
     "UNet2DConditionModel": {"norm_num_groups": 8},
     "FluxTransformer2DModel": {"axes_dims_rope": (4, 6, 6)},
 }
-"""Settings of an architecture, by its name in the library, that cannot be found by their own names."""
+"""Settings of an architecture or of a part of one, by its name in the library, that cannot be found by their own names."""
 
 
 def small_number(name: str, size: int) -> int:
@@ -283,11 +286,11 @@ def in_turn(groups: Iterable[list[Entry]]) -> list[Entry]:
     return [entry for _, entry in sorted(ranked, key=lambda item: item[0])]
 
 
-def small_config(config: Any, hints: Mapping[str, Any]) -> Any:
+def small_config(config: Any) -> Any:
     """A config of transformers, made again with small sizes; its sub-configs too."""
     settings = {name: value for name, value in vars(config).items() if not hasattr(value, "to_dict")}
-    parts = {name: small_config(value, {}) for name, value in vars(config).items() if hasattr(value, "to_dict")}
-    changed = {**small_settings(settings), **parts, **hints}
+    parts = {name: small_config(value) for name, value in vars(config).items() if hasattr(value, "to_dict")}
+    changed = {**small_settings(settings), **parts, **HINTS.get(config.model_type, {})}
     made = config
     with contextlib.suppress(Exception):  # the constructor of some configs takes other names
         made = type(config)(**changed)
@@ -312,7 +315,7 @@ def transformers_model(entry: Entry) -> tuple[nn.Module, list[Inputs]]:
     """A small model, and inputs to try in turn."""
     library = importlib.import_module("transformers")
     library.logging.set_verbosity_error()
-    config = small_config(library.AutoConfig.for_model(entry.name), HINTS.get(entry.name, {}))
+    config = small_config(library.AutoConfig.for_model(entry.name))
     model = getattr(library, entry.model)(config)
     return model, list(transformers_inputs(model, config, TASKS.get(entry.group.upper().replace(" ", "_"), "none")))
 
