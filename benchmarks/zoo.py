@@ -199,8 +199,10 @@ def largest_difference(compiler: Measured, lowered: Compiled, step: nn.Module, i
     floor = NOISE[least_precise(captured)]
     trainable = [parameter for parameter in spec.parameters if parameter.trainable]
     worst = 0.0
+    changes = {value.name: value.change for value in (*spec.parameters, *spec.buffers) if value.change is not None}
     for _ in range(STEPS):
         # 2. Forward on all ranks, and on one device.
+        parts |= {name: [change(part) for part in parts[name]] for name, change in changes.items()}
         given = [parts[value.name] for value in (*spec.parameters, *spec.buffers)] + batch
         results = list(zip(*lockstep.run(lowered.step.forward, mesh, given)))
         written, (loss_parts, *saved) = results[: len(spec.mutated_buffers)], results[len(spec.mutated_buffers) :]

@@ -136,7 +136,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "UNet2DConditionModel": {"norm_num_groups": 8},
     "FluxTransformer2DModel": {"axes_dims_rope": (4, 6, 6)},
 }
-"""Settings of an architecture or of a part of one, by its name in the library, that cannot be found by their own names."""
+"""Settings of an architecture or a part of one, by its name in the library, that cannot be found by their own names."""
 
 
 def small_number(name: str, size: int) -> int:

@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -43,6 +44,7 @@ from shardweave.compiler.joint_graph import (
     extend_backward,
     linalg_checks_as_values,
     take_cast_parameters,
+    take_parameter_changes,
     working_copies,
 )
 from shardweave.compiler.plan_cache import cached_graph, save_graph, trace_key
@@ -327,6 +329,10 @@ def _captured_step(
 ) -> Captured:
     """The captured step of AOTAutograd's joint graph, whose inputs and outputs are described in ``meta["desc"]``."""
     graph = module.graph
+    tied = _first_names(model.named_parameters(remove_duplicate=False))
+    times = Counter(tied.values())
+    own = {name: parameter.dtype for name, parameter in model.named_parameters() if times[name] == 1}
+    changes = take_parameter_changes(graph, own)
     linalg_checks_as_values(graph)
     enclose_open_sizes(model, graph)
     kinds = [type(described).__name__ for described in graph.output_node().meta["desc"]]
@@ -336,7 +342,6 @@ def _captured_step(
             refuse_values(model, node)
         refuse_effects(model, node)
     # 1. Name the inputs. A tied tensor that comes in twice becomes one input.
-    tied = _first_names(model.named_parameters(remove_duplicate=False))
     shared = _first_names(model.named_buffers(remove_duplicate=False))
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
@@ -441,6 +446,7 @@ def _captured_step(
         ),
         model.training,
         input_gradients=input_gradients,
+        changes=changes,
     )
     return with_buffers(captured, mutated)
 

@@ -4,6 +4,10 @@ Mixed precision
     Parameters are captured in their working dtype (`working_copies`). The casts of inputs and outputs move into the
     graph.
 
+Changes of parameters
+    A parameter that the forward clamps in place, say, before it reads it is changed before the step
+    (`take_parameter_changes`).
+
 Checks
     An assert has no users and would be removed. It becomes a value that the forward needs.
 
@@ -144,6 +148,61 @@ def _is_cast_of(user: fx.Node, node: fx.Node) -> bool:
     made, own = user.meta["val"], node.meta["val"]
     same_memory = (made.device, made.stride()) == (own.device, own.stride())
     return same_memory and made.dtype != own.dtype and own.is_floating_point() and made.is_floating_point()
+
+
+def take_parameter_changes(graph: fx.Graph, parameters: Mapping[str, torch.dtype]) -> dict[str, fx.GraphModule]:
+    """Take in-place changes of these parameters out of the graph, which then reads the parameters as changed.
+
+    Parameters are given by their names, with their own dtypes: in mixed precision, the graph has copies in others.
+    Returns the changes by the names of the parameters. In each, an element depends on that element alone, so that a
+    rank can change its part. The change of a parameter that is read before stays in the graph.
+    """
+    output = graph.output_node()
+    changes: dict[str, fx.GraphModule] = {}
+    for described in list(output.meta["desc"]):
+        name = getattr(getattr(described, "mutated_input", None), "target", "")
+        if name not in parameters:
+            continue
+        # 1. What computes the new value
+        placeholders = graph.find_nodes(op="placeholder")
+        parameter = next(node for node in placeholders if node.meta["desc"] == described.mutated_input)
+        place = output.meta["desc"].index(described)
+        value = graph_outputs(graph)[place]
+        steps = {value}
+        for node in reversed(graph.nodes):
+            steps |= {*node.all_input_nodes} if node in steps else set()
+        ops = [node for node in graph.nodes if node in steps and node is not parameter]
+        is_read = any(user not in steps for node in steps - {value} for user in node.users)
+        is_own = parameter in steps and parameter.meta["val"].dtype == parameters[name]
+        if is_read or not is_own or not all(map(_is_elementwise, ops)):
+            continue
+        # 2. The gradient by the new value, of which nothing is asked, is added to the parameter's.
+        tangents = [node for node in placeholders if getattr(node.meta["desc"], "output", None) == described]
+        sums = [user for tangent in tangents for user in tangent.users]
+        if any(user.target is not torch.ops.aten.add.Tensor for user in sums):
+            continue
+        for total in sums:
+            total.replace_all_uses_with(next(arg for arg in total.all_input_nodes if arg not in tangents))
+        # 3. Move the change.
+        inner = fx.Graph()
+        copies = {parameter: inner.placeholder("parameter")}
+        for node in ops:
+            copies[node] = inner.node_copy(node, copies.__getitem__)
+        inner.output(copies[value])
+        changes[name] = fx.GraphModule({}, inner)
+        output.args = (graph_outputs(graph)[:place] + graph_outputs(graph)[place + 1 :],)
+        del output.meta["desc"][place]
+        value.replace_all_uses_with(parameter)
+        for node in (*sums, *tangents, *reversed(ops)):
+            graph.erase_node(node)
+    return changes
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of the result depends on the same element of the arguments alone, and on no others."""
+    aten = torch.ops.aten
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and not draws(node)
+    return is_pointwise or node.target in (aten.clone.default, aten.detach.default, aten.copy.default)
 
 
 def asserts_as_values(graph: fx.Graph, outputs: Iterable[int]) -> None:

@@ -64,6 +64,8 @@ class Captured:
         The Python values that became constants of the graph.
     input_gradients : tuple of str
         Names of the inputs that require a gradient, in the order of `inputs`.
+    changes : mapping of str to GraphModule
+        The changes, element by element, of parameters that a call begins with. The graph reads the changed ones.
     known : dict
         A cache of fake results and decompositions of ops, shared by all lowerings: see `LocalGraph` and `decompose`.
     """
@@ -84,6 +86,7 @@ class Captured:
     at_rest: Mapping[str, Layout] = field(default_factory=dict)
     reads: Reads | None = field(default=None, repr=False, compare=False)
     input_gradients: tuple[str, ...] = ()
+    changes: Mapping[str, fx.GraphModule] = field(default_factory=dict, repr=False, compare=False)
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
+
+import torch
 
 from shardweave.ir.layout import Layout
 from shardweave.ir.mesh import Axis, Mesh, axes_size
@@ -95,7 +98,8 @@ class ParameterSpec:
     """A parameter or buffer of the model.
 
     `layout` is its layout between steps, which is that of its optimizer states. The forward graph takes the parameter
-    in this layout, and the backward returns its gradient in it. `aliases` are the other names of a tied parameter.
+    in this layout, and the backward returns its gradient in it. `aliases` are the other names of a tied parameter. A
+    call begins with the `change` of the parameter, element by element, if there is one.
     """
 
     name: str
@@ -103,6 +107,7 @@ class ParameterSpec:
     dtype: str
     trainable: bool = True
     aliases: tuple[str, ...] = ()
+    change: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -313,11 +313,14 @@ class Boundary:
                 dtype_name(captured.dtypes[name].master) if name in captured.dtypes else dtype[node],
                 name in trainable,
                 captured.aliases.get(name, ()),
+                captured.changes.get(name),
             )
             for node, name in captured.parameters.items()
         )
         buffers = tuple(
-            ParameterSpec(name, Layout.replicated(self.values[node].shape), dtype[node], False)
+            ParameterSpec(
+                name, Layout.replicated(self.values[node].shape), dtype[node], False, change=captured.changes.get(name)
+            )
             for node, name in captured.buffers.items()
         )
         # 2. Inputs: the layout of a micro-batch's piece, and that of the whole input.

@@ -269,6 +269,12 @@ class Executor:
     def __call__(self, inputs: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The step's outputs, from the local parts of its inputs, which the user has passed as `given`."""
         parameters = self.parameters()
+        states = zip((*self.spec.parameters, *self.spec.buffers), (*parameters, *self.buffers()), strict=True)
+        for known, tensor in states:
+            if known.change is not None:
+                part = local_tensor(tensor).detach()
+                part.copy_(known.change(part))
+                torch.autograd.graph.increment_version(tensor)  # parameters that were gathered are out of date
         wanted = [given[index] for index in self.spec.differentiable_inputs]
         trains = self._trains([*parameters, *wanted])
         several = self.spec.micro_batches > 1

@@ -168,17 +168,20 @@ def test_what_autograd_refuses_is_the_models_own_error() -> None:
 
 @pytest.mark.parametrize("data", [True, False])
 def test_a_parameter_changed_in_place_is_refused(data: bool) -> None:
-    class Clamping(nn.Linear):
+    """Where an element depends on others, or after the parameter was read."""
+
+    class Dividing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if data:
-                self.weight.data.clamp_(-1, 1)
+                self.weight.data.div_(self.weight.data.norm())
             else:
+                x = super().forward(x)
                 with torch.no_grad():
-                    self.weight.clamp_(-1, 1)
+                    self.weight.div_(2)
             return super().forward(x)
 
-    with pytest.raises(CaptureError, match=r"in 0 \(Clamping\), it changes its parameter 0\.weight in place\n.*clamp_"):
-        capture(nn.Sequential(Clamping(4, 4)), torch.randn(2, 4))
+    with pytest.raises(CaptureError, match=r"in 0 \(Dividing\), it changes its parameter 0\.weight in place\n.*div_"):
+        capture(nn.Sequential(Dividing(4, 4)), torch.randn(2, 4))
 
 
 def test_a_result_of_an_open_size_is_refused() -> None:

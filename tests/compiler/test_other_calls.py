@@ -278,7 +278,8 @@ def functional_calls(force: Any) -> None:
 class Momentum(nn.Module):
     """A contrastive loss with a momentum encoder, its queue of earlier keys, and a codebook of moving averages.
 
-    The encoder is changed in both ways that are usual, the codebook in training alone.
+    The encoder is changed in both ways that are usual, the codebook in training alone. So are trained parameters, each
+    element by itself.
     """
 
     def __init__(self) -> None:
@@ -289,6 +290,10 @@ class Momentum(nn.Module):
         self.register_buffer("queue", F.normalize(torch.arange(128.0).cos().view(8, 16), dim=0))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.query[0].weight.data.clamp_(-0.3, 0.3)
+        with torch.no_grad():
+            self.query[2].bias.mul_(0.9).add_(0.01)
         query = self.query(x)
         with torch.no_grad():
             for new, old in zip(self.query[0].parameters(), self.key[0].parameters()):
