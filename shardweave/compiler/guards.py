@@ -24,9 +24,10 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardweave.compiler.branches import Jump, branches_traced
 from shardweave.compiler.capture_errors import INSTALLED, capture_error
 from shardweave.compiler.constant_masks import ConstantOps, NotConstantError
-from shardweave.compiler.dynamo_workarounds import HINTS, Jump, branches_traced
+from shardweave.compiler.dynamo_workarounds import HINTS
 from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads
 from shardweave.ops import IndexChecks, IndexRange
 from shardweave.sharding import argument, describe, info, shape

@@ -72,7 +72,7 @@ from shardweave.sharding.propagate import (
 from shardweave.sharding.rules import find_rule, is_view
 from shardweave.sharding.rules.index import writes_by_mask
 from shardweave.sharding.rules.matmul import LINEAR_IN_EACH, LINEAR_IN_FIRST, linear_in, masks_with_zeros
-from shardweave.sharding.rules.random import draws
+from shardweave.sharding.rules.pointwise import draws
 from shardweave.sharding.rules.registry import EVERY, Rule, argument, argument_names, rule, shape, tensor_args
 from shardweave.sharding.samples import Samples, check_local_batch, global_example, inputs_with_first_size
 

@@ -38,7 +38,7 @@ from shardweave.ir import META, BoundRule, Dims, Factor, NodeInfo, RuleError
 from shardweave.sharding.graphs import decompose, describe, info, op_name
 from shardweave.sharding.moe_dispatch import undo_dispatch
 from shardweave.sharding.rules import find_rule
-from shardweave.sharding.rules.random import draws
+from shardweave.sharding.rules.pointwise import draws
 from shardweave.sharding.rules.registry import Factors, form_of, output_shapes, shape, tensor_args
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from shardweave.passes.partition import Shard, Sharder
 from shardweave.sharding.annotate import depends_on_inputs, source_of
 from shardweave.sharding.graphs import copied
 from shardweave.sharding.rules import RULES, find_rule
-from shardweave.sharding.rules.random import draws
+from shardweave.sharding.rules.pointwise import draws
 from shardweave.sharding.rules.registry import tensor_args
 from tests.passes.cases import CASES, Draw
 from tests.passes.harness import (

@@ -23,7 +23,7 @@ from shardweave.passes.step_boundary import annotate
 from shardweave.passes.verify import verify
 from shardweave.sharding.graphs import copied, info
 from shardweave.sharding.rules import RULES
-from shardweave.sharding.rules.random import draws
+from shardweave.sharding.rules.pointwise import draws
 from shardweave.sharding.rules.registry import tensor_args
 from tests import lockstep
 from tests.passes.cases import CASES, RANDOM, Draw

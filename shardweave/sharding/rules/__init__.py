@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardweave.sharding.rules import index, matmul, norm, pointwise, random, reduction, spatial, view  # noqa: F401
+from shardweave.sharding.rules import index, matmul, norm, pointwise, reduction, spatial, view  # noqa: F401
 from shardweave.sharding.rules.pointwise import ADDITIONS, POINTWISE
 from shardweave.sharding.rules.registry import RULES, Emitter, Rule, bind, parse, rule, tensor_args
 
