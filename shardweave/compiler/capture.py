@@ -35,7 +35,14 @@ from shardweave.compiler.capture_errors import (
 )
 from shardweave.compiler.constant_masks import fold_constant_masks
 from shardweave.compiler.dynamo_workarounds import inputs_made_leaves, traceable
-from shardweave.compiler.guards import after_a_call, numbers_of_buffers, reads_of, recorded_effects, storage_of
+from shardweave.compiler.guards import (
+    after_a_call,
+    assigned_buffers,
+    numbers_of_buffers,
+    reads_of,
+    recorded_effects,
+    storage_of,
+)
 from shardweave.compiler.joint_graph import (
     asserts_as_values,
     cast,
@@ -225,6 +232,7 @@ def _joint_graph(
         stack.enter_context(traceable(model))
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         stack.enter_context(inputs_made_leaves(given))
+        stack.enter_context(assigned_buffers(model))
         changing = set[int]()
         fixed = stack.enter_context(numbers_of_buffers(changing))
         stack.enter_context(working_copies(model, precision, fake))

@@ -14,6 +14,7 @@ import re
 import sys
 import types
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,6 +205,92 @@ def after_a_call(changes: Sequence[Change]) -> Iterator[None]:
 
 def _set(value: Any, owner: Any, name: str) -> None:
     setattr(owner, name, value)
+
+
+def _example(node: fx.Node) -> Any:
+    """The tensor that Dynamo has traced as an input of the graph; None for others."""
+    given = node.meta.get("grapharg")
+    return None if given is None else given.example
+
+
+@contextlib.contextmanager
+def assigned_buffers(model: nn.Module) -> Iterator[None]:
+    """While this runs, Dynamo traces ``self.mean = value``, where the mean is a buffer, as a write into it at the end.
+
+    The value has the shape and dtype of the buffer, needs no gradient, and gets no other name. What read the buffer
+    before has the old values.
+
+    Raises
+    ------
+    CaptureError
+        The forward returns the old values.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables import ConstDictVariable, TensorVariable, VariableTracker
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    inner = OutputGraph.compile_subgraph
+    buffers = [*model.named_buffers(remove_duplicate=False)]
+    state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def compiled(graph: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        # 1. What is assigned
+        found: list[tuple[Any, Any]] = []
+        places: list[tuple[dict[Any, Any], Any]] = []
+        copies: dict[fx.Node, fx.Node] = {}
+        for container in graph.side_effects._get_modified_vars():
+            names = [getattr(container.source, each, "") for each in ("member", "index")]
+            is_kept = isinstance(container, ConstDictVariable) and "_buffers" in names
+            items = container.items if is_kept else {}
+            for key, value in items.items():
+                before = container.original_items.get(key.vt)
+                before = before and before.realize()
+                if not (isinstance(before, TensorVariable) and isinstance(value, TensorVariable)) or before is value:
+                    continue
+                nodes = before.as_proxy().node, value.as_proxy().node
+                old, new = (node.meta["example_value"] for node in nodes)
+                is_like = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+                times = sum(_example(nodes[0]) is each for _, each in buffers)
+                is_new = new is not old and nodes[1] in {*graph.graph.nodes}
+                if is_like and is_new and not new.requires_grad and times == 1:
+                    found.append((before, value))
+                    places.append((items, key))
+        olds, values = ({pair[index].as_proxy().node: None for pair in found} for index in (0, 1))
+        others = [node for node in graph.placeholders if node not in olds and id(_example(node)) in state]
+        storages = [storage_of(node.meta["example_value"]) for node in (*values, *others)]
+        times_used = Counter(storages)
+        if len(values) < len(found) or any(times_used[each] > 1 for each in storages[: len(values)]):
+            found.clear()  # it would be one tensor of two names
+        for (items, key), (before, _) in zip(places, found):
+            items[key] = before
+
+        # 2. Write it at the end. What was read before is a copy of the old values.
+        def call(name: str, *arguments: Any) -> fx.Node:
+            node: fx.Node = wrap_fx_proxy(tx, graph.create_proxy("call_method", name, arguments, {})).as_proxy().node
+            return node
+
+        for before, _ in found:
+            node = before.as_proxy().node
+            readers = [each for each in graph.graph.nodes if each in node.users]
+            copied = call("clone", before.as_proxy())
+            for reader in readers:
+                reader.replace_input_with(node, copied)
+            for reader in readers[:1]:
+                reader.prepend(copied)
+            copies[node] = copied
+        for before, value in found:
+            source = value.as_proxy()
+            call("copy_", before.as_proxy(), fx.Proxy(copies.get(source.node, source.node), source.tracer))
+        # 3. Refuse a buffer itself among the results.
+        returned: list[Any] = []
+        VariableTracker.visit(lambda value: returned.append(getattr(value, "proxy", None)), tx.stack)
+        if any(proxy is not None and proxy.node in copies for proxy in returned):
+            reason, way_out = "it returns a buffer in whose place it puts another", "Return a copy of it (.clone())."
+            raise capture_error(model, reason, way_out=way_out)
+        return inner(graph, tx, *args, **kwargs)
+
+    with mock.patch.object(OutputGraph, "compile_subgraph", compiled):
+        yield
 
 
 @contextlib.contextmanager

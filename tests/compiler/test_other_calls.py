@@ -305,7 +305,7 @@ class Momentum(nn.Module):
             if self.training:
                 own = F.one_hot(nearest, 4).to(x.dtype)
                 self.codes.weight.lerp_(own.T @ query, 0.1)
-                self.queue.copy_(torch.cat([key.T, self.queue], 1)[:, :16])
+                self.queue = torch.cat([key.T, self.queue], 1)[:, :16]
         quantized = self.codes(nearest)
         return (F.normalize(query, dim=1) @ self.queue.clone()).logsumexp(1).mean() + F.mse_loss(query, quantized)
 
