@@ -22,6 +22,7 @@ import contextlib
 import math
 import operator
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -68,6 +69,7 @@ def working_copies(model: nn.Module, precision: Precision | None, fake: Any) -> 
         for module, name, master in owned:
             if master in copies:
                 setattr(module, name, copies[master])  # setattr, as recurrent layers keep a list of theirs
+        _refer_to_weights(model)
         if (output := precision.output_dtype) is not None:
             hooks.append(model.register_forward_hook(lambda _, inputs, result: cast(result, output)))
         yield
@@ -76,6 +78,15 @@ def working_copies(model: nn.Module, precision: Precision | None, fake: Any) -> 
             hook.remove()
         for module, name, master in owned:
             setattr(module, name, master)
+        _refer_to_weights(model)
+
+
+def _refer_to_weights(model: nn.Module) -> None:
+    """Let recurrent layers know their present weights: a forward that finds other ones rebuilds its list of them."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            weights: Any = module._flat_weights
+            module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:

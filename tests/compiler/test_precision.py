@@ -283,6 +283,15 @@ class Recurrent(nn.Module):
         return self.head(self.tied(x)).mean() if x.dim() == 2 else self.cells(x)[0].bernoulli_missing()
 
 
+def test_recurrent_layers_compute_in_the_working_dtype() -> None:
+    model, x = nn.LSTM(8, 8, 2, bidirectional=True), torch.randn(2, 3, 8)
+    refs = model._flat_weight_refs
+    captured = capture(model, x, sw.Precision(BF16))
+    (first, _) = captured.graph.graph.find_nodes(op="call_function", target=torch.ops.shardweave.recurrence.default)[:2]
+    assert first.meta["val"].dtype == BF16 and {dtypes.master for dtypes in captured.dtypes.values()} == {FP32}
+    assert [ref() for ref in refs] == [ref() for ref in model._flat_weight_refs] == [*model.parameters()]
+
+
 @pytest.mark.parametrize("x", [torch.ones(2, 8), torch.ones(2, 2, 8)], ids=["captured", "fails"])
 def test_a_capture_leaves_the_model_as_it_was(x: Tensor) -> None:
     model = Recurrent()
