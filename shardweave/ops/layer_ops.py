@@ -252,7 +252,7 @@ def _order(steps: int, reverse: bool) -> list[int]:
     return list(range(steps))[:: -1 if reverse else 1]
 
 
-def _within(lengths: Tensor | None, step: int, new: Steps, old: Steps) -> Steps:
+def _within(lengths: Tensor | None, step: int, new: Steps, old: Sequence[Any]) -> Steps:
     """`new` in the rows that are longer than `step`, `old` in the others."""
     if lengths is None:
         return new
@@ -308,8 +308,7 @@ def _recurrence_backward(
         grads = tuple(late + mine for late, mine in zip(coming, grad[:, step]))
         (inputs, hidden), direct = _CELLS[cell][1](igates[step], hgates[step], states[:, step], before, grads)
         coming = _within(lengths, step, (direct[0] + hidden @ weight, *direct[1:]), grads)
-        zeros = torch.zeros_like(inputs)
-        for result, value in zip(found, _within(lengths, step, (inputs, hidden), (zeros, zeros))):
+        for result, value in zip(found, _within(lengths, step, (inputs, hidden), (0.0, 0.0))):
             if result is not None:
                 result[step] = value
     return [found[0], torch.stack(coming), *(result for result in found[1:] if result is not None)]
