@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 from unittest import mock
 
@@ -389,18 +390,30 @@ def _value_of_buffers(node: fx.Node, sources: dict[Any, Tensor], known: dict[fx.
 
 
 class _Numbers:
-    """The numbers in a tensor. On devices, they are fetched again only when torch counts a new version of it."""
+    """The numbers in a tensor, or a `digest` of them.
 
-    def __init__(self) -> None:
+    On devices, and for a digest, they are read again only when torch counts a new version of the tensor.
+    """
+
+    def __init__(self, digest: bool = False) -> None:
+        self._digest = digest
         self._known: Any = WeakIdKeyDictionary()
 
-    def __call__(self, tensor: Tensor) -> tuple[Any, ...]:
-        numbers: tuple[Any, ...]
+    def __call__(self, tensor: Tensor) -> Any:
         version, numbers = self._known.get(tensor, (None, ()))
-        if version != tensor._version or tensor.device.type == "cpu":
-            numbers = tuple(tensor.detach().flatten().tolist())
+        if version != tensor._version or (tensor.device.type == "cpu" and not self._digest):
+            numbers = _digest(tensor) if self._digest else tuple(tensor.detach().flatten().tolist())
             self._known[tensor] = tensor._version, numbers
         return numbers
+
+
+def _digest(tensor: Tensor) -> str:
+    """A tensor in a few words: its dtype, its shape and a hash of its values, which a meta tensor has not."""
+    told = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.is_meta:
+        return told
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return f"{told} {blake2b(data.numpy().data, digest_size=6).hexdigest()}"
 
 
 def reads_of(
@@ -425,9 +438,14 @@ def reads_of(
     free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     expressions = _SourceExpressions(function.__code__.co_varnames[0], function.__globals__, graph.import_sources, free)
     touched: dict[str, Any] = {}
+    registered = effects.storages.union(map(storage_of, (*model.parameters(), *model.buffers())))
     for guard in graph.guards:
         source = guard.originating_source
         expressions.add(source, guard)
+        if guard.create_fn_name() == "TENSOR_MATCH" and expressions.is_of_user(list(_chain(source))):
+            tensor = expressions.value_of(source, model)
+            if type(tensor) is Tensor and not tensor.requires_grad and storage_of(tensor) not in registered:
+                expressions.add_numbers(source, digest=True)
         touched.setdefault(source.name, source)
     for source in buffers:
         expressions.add_numbers(source)
@@ -512,7 +530,7 @@ class _SourceExpressions:
         """Record the read that a guard stands for, if it is of a user's object."""
         kind, name = guard.create_fn_name(), source.name
         chain = list(_chain(source))
-        if not name or kind == "TENSOR_MATCH" or _TORCH_ATTRIBUTES.search(name) or not self._is_of_user(chain):
+        if not name or kind == "TENSOR_MATCH" or _TORCH_ATTRIBUTES.search(name) or not self.is_of_user(chain):
             return
         expression, before = self._expression(source)
         shown = self.shown(name)
@@ -520,6 +538,8 @@ class _SourceExpressions:
         positional = getattr(guard.create_fn, "args", ())
         if kind in _LENGTH_GUARDS:
             self._note(f"len({expression})", before, f"len({shown})")
+        elif kind == "DICT_KEYS_MATCH":
+            self._note(f"tuple({expression})", before, f"the keys of {shown}")
         elif kind in _KEY_GUARDS:
             key = given.get("key", positional[0] if positional else None)
             if isinstance(key, PLAIN_TYPES):
@@ -532,16 +552,17 @@ class _SourceExpressions:
         elif len(chain) > 1 or kind != "TYPE_MATCH":
             self._note(expression, before, shown)
 
-    def add_numbers(self, source: Any) -> None:
-        """Record that the values of a tensor became constants."""
+    def add_numbers(self, source: Any, digest: bool = False) -> None:
+        """Record that the values of a tensor became constants, as numbers in Python or (`digest`) as a tensor."""
         expression, before = self._expression(source)
-        self.names["numbers"] = _Numbers()
-        self._note(f"numbers({expression})", before, self.shown(source.name))
+        look = "digest" if digest else "numbers"
+        self.names.setdefault(look, _Numbers(digest))
+        self._note(f"{look}({expression})", before, self.shown(source.name))
 
     def _note(self, expression: str, before: tuple[str, ...], shown: str) -> None:
         self.reads.setdefault(expression, Read((*before, expression), shown))
 
-    def _is_of_user(self, chain: list[Any]) -> bool:
+    def is_of_user(self, chain: list[Any]) -> bool:
         """Whether the root of a source is the model, or a global of the user's module that is not of a library."""
         root = chain[-1]
         kind = type(root).__name__

@@ -9,6 +9,7 @@ configs and globals that capture turned into constants: the step does not follow
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
 import re
 import types
@@ -260,12 +261,12 @@ def plain(value: Any) -> Any:
 
     Nothing that is kept can keep a model alive.
     """
-    if isinstance(value, PLAIN_TYPES):
+    if isinstance(value, (*PLAIN_TYPES, enum.Enum, type, types.ModuleType, types.BuiltinFunctionType)):
         return value
-    if isinstance(value, (tuple, frozenset)) and all(isinstance(item, PLAIN_TYPES) for item in value):
-        return value
-    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
-        return value
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(plain, value))
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return value.__code__
     return type(value)
@@ -353,9 +354,10 @@ class ConstantsCheck:
 
     def _changed(self, reads: Reads, before: list[Any], module: nn.Module, root: str) -> list[ChangedConstant]:
         now = reads.values(module)
-        if now == before:
+        if now == before and [*map(type, now)] == [*map(type, before)]:  # 2 and 2.0 make tensors of other dtypes
             return []
-        different = [(read, *pair) for read, *pair in zip(reads.reads, before, now, strict=True) if pair[0] != pair[1]]
+        triples = zip(reads.reads, before, now, strict=True)
+        different = [(read, was, value) for read, was, value in triples if was != value or type(was) is not type(value)]
         return [ChangedConstant(re.sub(r"\bmodel\b", root, read.shown, count=1), *pair) for read, *pair in different]
 
 
@@ -371,7 +373,17 @@ def refuse_changed(changed: Sequence[ChangedConstant]) -> None:
 
 
 def shown_value(value: Any) -> str:
-    """A value that `plain` kept, in words."""
+    """A value that `plain` kept, in words that are the same on all ranks.
+
+    >>> print(shown_value(plain(({"b", "a"}, torch.sin, 0.5))))
+    ({'a', 'b'}, the function sin, 0.5)
+    """
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shown_value, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(shown_value, value)))}}}"
+    if isinstance(value, types.BuiltinFunctionType):
+        return f"the function {value.__name__}"
     if isinstance(value, type):
         return f"a {value.__name__}"
     if isinstance(value, types.CodeType):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
+import functools
 import gc
 import re
 import types
@@ -153,6 +155,72 @@ def test_a_change_of_what_both_share_takes_another_step(name: str, compiled: tup
     assert len(parallel._steps) == num_steps, "the first step is still there"
     for module in (model, parallel):
         module.drop.p = 0.1
+
+
+class Kind(enum.Enum):
+    DOUBLED = 2
+    TRIPLED = 3
+
+
+class Plain:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def times(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+VALUES: dict[str, tuple[Any, Any, Callable[[Tensor, Any], Tensor]]] = {
+    "int, then float": (2, 2.0, lambda x, v: x * (1.0 if (x.long() * v).is_floating_point() else 3.0)),
+    "bool, then int": (True, 1, lambda x, v: x * (2.0 if v is True else 3.0)),
+    "enum": (Kind.DOUBLED, Kind.TRIPLED, lambda x, v: x * (2.0 if v is Kind.DOUBLED else 3.0)),
+    "nested tuple": ((1, (2.0,)), (1, (3.0,)), lambda x, v: x * v[1][0]),
+    "set": ({"a"}, {"a", "b"}, lambda x, v: x * len(v)),
+    "list": ([1.0, 2.0], [1.0, 2.0, 3.0], lambda x, v: x * sum(v)),
+    "items of a dict": ({"a": 1.0}, {"a": 1.0, "b": 5.0}, lambda x, v: x * sum(v.values())),
+    "order of a dict": ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0}, lambda x, v: x * next(iter(v.values()))),
+    "closure": (times(1.0), times(2.0), lambda x, v: v(x)),
+    "partial": (functools.partial(torch.mul, other=2.0), functools.partial(torch.mul, other=3.0), lambda x, v: v(x)),
+    "method": (Plain(1.0).times, Plain(2.0).times, lambda x, v: v(x)),
+    "function": (torch.sin, torch.cos, lambda x, v: v(x)),
+    "class": (Plain, Config, lambda x, v: x * (2.0 if v is Plain else 3.0)),
+    "tensor": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), lambda x, v: x * v.sum()),
+}
+
+
+class Reading(nn.Module):
+    def __init__(self, value: Any, use: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.config, self.use = nn.Linear(8, 8), Config(), use
+        self.config.value = value  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.linear(x), self.config.value).sum()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.filterwarnings("ignore:the model is compiled again")
+def test_a_value_of_each_kind_is_followed(name: str) -> None:
+    before, after, use = VALUES[name]
+    model = Reading(before, use)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    for value, num_steps in ((before, 1), (after, 2), (before, 2), (copy.deepcopy(after), 2)):
+        model.config.value = value  # type: ignore[attr-defined]
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
+        assert len(parallel._steps) == num_steps
+
+
+def test_a_tensor_that_is_no_buffer_is_followed_when_it_is_written_in_place() -> None:
+    table = torch.ones(8)
+    model = Reading(table, torch.mul)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    table.fill_(2.0)
+    with pytest.warns(UserWarning, match=r"compiled again, as .*config\.value is 'torch\.float32 \(8,\) \w+' and was"):
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
 
 
 class Tempered(nn.Module):
