@@ -33,16 +33,9 @@ from shardweave.compiler.capture_errors import (
     refuse_values,
     way_out_of,
 )
-from shardweave.compiler.constant_masks import fold_constant_masks
+from shardweave.compiler.constants import fold_constant_masks, numbers_of_buffers, storage_of
 from shardweave.compiler.dynamo_workarounds import inputs_made_leaves, traceable
-from shardweave.compiler.guards import (
-    after_a_call,
-    assigned_buffers,
-    numbers_of_buffers,
-    reads_of,
-    recorded_effects,
-    storage_of,
-)
+from shardweave.compiler.guards import after_a_call, assigned_buffers, reads_of, recorded_effects
 from shardweave.compiler.joint_graph import (
     asserts_as_values,
     cast,

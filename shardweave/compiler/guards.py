@@ -15,7 +15,7 @@ import sys
 import types
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -23,12 +23,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardweave.compiler.branches import Jump, branches_traced
 from shardweave.compiler.capture_errors import INSTALLED, capture_error
-from shardweave.compiler.constant_masks import ConstantOps, NotConstantError
+from shardweave.compiler.constants import storage_of
 from shardweave.compiler.dynamo_workarounds import HINTS
 from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads
 from shardweave.ops import IndexChecks, IndexRange
@@ -84,11 +82,6 @@ class Effects:
     """The expressions of parameters and inputs that hooks are registered on, with the methods that register them."""
     storages: set[int] = field(default_factory=set)
     """The storages of parameters, buffers and inputs that are written in place."""
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What identifies the storage of a tensor, of which there may be several views."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager
@@ -292,101 +285,6 @@ def assigned_buffers(model: nn.Module) -> Iterator[None]:
 
     with mock.patch.object(OutputGraph, "compile_subgraph", compiled):
         yield
-
-
-@contextlib.contextmanager
-def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Tensor]]:
-    """While this runs, Dynamo takes numbers that are computed from buffers and constants alone as constants.
-
-    These are the conditions of branches, what ``.item()`` and ``int()`` return, and tensors in the place of numbers,
-    as in ``pad(x, (padding, 0))``. Yields Dynamo's sources of the buffers and their values, which become constants of
-    the step. Tensors of the model that are neither buffers nor parameters are handled alike. Buffers in one of the
-    storages `changing` are left out: the forward writes them.
-    """
-    from torch._dynamo import utils
-    from torch._dynamo.variables import ConstantVariable, TensorVariable
-    from torch._subclasses.fake_impls import op_implementations_dict
-
-    taken: dict[Any, Tensor] = {}
-    running: list[fx.Node] = []
-    scalar = torch.ops.aten._local_scalar_dense.default
-    scalar_of, run, item = op_implementations_dict[scalar], utils.run_node, TensorVariable.method_item
-
-    def number(node: fx.Node) -> Any:
-        """The number in a node of Dynamo's graph; None if it is no constant."""
-        sources: dict[Any, Tensor] = {}
-        try:
-            with _disable_current_modes(), torch.no_grad(), ConstantOps():  # type: ignore[no-untyped-call]
-                found = _value_of_buffers(node, sources, {}).item()
-        except Exception:  # a function that runs apart from its graph may raise anything
-            return None
-        if any(storage_of(value) in changing for value in sources.values()):
-            return None
-        taken.update(sources)
-        return found
-
-    def number_of_fake(mode: Any, op: Any, value: Any) -> Any:
-        given = running[-1].all_input_nodes if running else []
-        node = next((each for each in given if each.meta.get("example_value") is value), None)
-        if node is None or (found := number(node)) is None:
-            value.item_memo = None  # a number that Dynamo would take as a constant, with a guard of its own
-            return scalar_of(mode, op, value)
-        arguments = running[-1].args, running[-1].kwargs
-        running[-1].args, running[-1].kwargs = fx.node.map_arg(arguments, lambda x: found if x is node else x)
-        return found
-
-    def run_noted(tracer: Any, node: fx.Node, *args: Any) -> Any:
-        running.append(node)
-        try:
-            return run(tracer, node, *args)
-        finally:
-            running.pop()
-
-    def item_of(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        found = number(self.proxy.node)
-        return item(self, tx, *args, **kwargs) if found is None else ConstantVariable.create(found)
-
-    def branch(self: Any, instruction: Any, jumps_if: bool, jump: Jump) -> None:
-        found = number(self.stack[-1].proxy.node)
-        if found is not None:
-            self.stack[-1] = ConstantVariable.create(bool(found))
-        return jump(self, instruction)
-
-    with (
-        mock.patch.dict(op_implementations_dict, {scalar: number_of_fake}),
-        mock.patch.object(utils, "run_node", run_noted),
-        mock.patch.object(TensorVariable, "method_item", item_of),
-        branches_traced(branch),
-    ):
-        yield taken
-
-
-def _value_of_buffers(node: fx.Node, sources: dict[Any, Tensor], known: dict[fx.Node, Any]) -> Any:
-    """The value of a node of Dynamo's graph, of which `sources` gets the buffers that it is computed from.
-
-    Raises
-    ------
-    NotConstantError
-        It depends on inputs or parameters, on random numbers, or on what is written in place.
-    """
-    if node in known:
-        return known[node]
-    fake = node.meta.get("example_value")
-    if isinstance(fake, Tensor) and fake._version:
-        raise NotConstantError
-    if node.op == "placeholder":
-        given = node.meta["grapharg"]
-        known[node] = value = given.example
-        if type(value) is not Tensor or value.requires_grad or given.source is None:
-            raise NotConstantError
-        sources[given.source] = value
-        return value
-    if node.op not in ("call_function", "call_method"):
-        raise NotConstantError
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _value_of_buffers(arg, sources, known))
-    call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-    known[node] = value = call(*args[node.op == "call_method" :], **kwargs)
-    return value
 
 
 class _Numbers:

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import shardweave as sw
-from shardweave.compiler import constant_masks
+from shardweave.compiler import constants
 from shardweave.compiler.capture import capture
-from shardweave.compiler.constant_masks import ATTENTION, fold_constant_masks
+from shardweave.compiler.constants import ATTENTION, fold_constant_masks
 
 SIZES = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAMA = {**SIZES, "hidden_size": 32, "intermediate_size": 32}
@@ -87,7 +87,7 @@ def test_a_mask_that_an_input_makes_stays() -> None:
 
 
 def test_large_masks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constant_masks, "_MAX_BYTES", 63)
+    monkeypatch.setattr(constants, "_MAX_BYTES", 63)
     assert masks_of(Masked(lower), torch.randn(4, 8, 16)) == ["kept"]
 
 
@@ -101,7 +101,7 @@ def packed(sequences: int, length: int) -> Tensor:
 
 
 def test_a_mask_that_is_the_same_for_all_sequences_takes_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constant_masks, "_MAX_BYTES", 8 * 8)
+    monkeypatch.setattr(constants, "_MAX_BYTES", 8 * 8)
     x = torch.randn(64, 8, 16)
     assert masks_of(Masked(lambda: ~(~lower().expand(64, 2, 8, 8))), x) == ["causal"]
 
@@ -112,9 +112,9 @@ def test_a_mask_within_documents_is_causal_where_each_sequence_is_one_document()
 
 def test_a_mask_of_many_rows_is_compared_in_blocks() -> None:
     causal = torch.ones(2050, 2050, dtype=torch.bool).tril()
-    assert constant_masks._is_causal(causal)
+    assert constants._is_causal(causal)
     causal[2049, 2049] = False
-    assert not constant_masks._is_causal(causal)
+    assert not constants._is_causal(causal)
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,30 @@
-"""Attention masks that depend on no input are computed once, while a step is captured.
+"""What is a constant of a captured step: attention masks that depend on no input, and numbers of buffers.
 
-The causal mask becomes ``is_causal=True``, and a mask that hides nothing is left out: attention then takes its fast
-kernels, which have no mask. Models of `transformers` leave such masks out in eager mode, where they look at the values,
-but build them whenever they are traced.
+Masks are computed once, while a step is captured. The causal mask becomes ``is_causal=True``, and a mask that hides
+nothing is left out: attention then takes its fast kernels, which have no mask. Models of `transformers` leave such
+masks out in eager mode, where they look at the values, but build them whenever they are traced.
 
 Such masks repeat one value along the batch, and parts of them along rows or columns. Each value is stored once: a mask
 of 64 sequences of 8,192 tokens takes 64 MiB, not 4 GiB.
+
+Numbers that a forward computes from buffers alone, and branches on them, are those of the capture. Each call compares
+the buffers with what they were (`guards.reads_of`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardweave.compiler.branches import Jump, branches_traced
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -189,3 +196,103 @@ def _value(wanted: fx.Node, constants: Iterable[fx.Node]) -> Tensor:
     if not isinstance(result, Tensor) or result.dim() < 2:
         raise NotConstantError
     return result
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What identifies the storage of a tensor, of which there may be several views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Tensor]]:
+    """While this runs, Dynamo takes numbers that are computed from buffers and constants alone as constants.
+
+    These are the conditions of branches, what ``.item()`` and ``int()`` return, and tensors in the place of numbers,
+    as in ``pad(x, (padding, 0))``. Yields Dynamo's sources of the buffers and their values, which become constants of
+    the step. Tensors of the model that are neither buffers nor parameters are handled alike. Buffers in one of the
+    storages `changing` are left out: the forward writes them.
+    """
+    from torch._dynamo import utils
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    taken: dict[Any, Tensor] = {}
+    running: list[fx.Node] = []
+    scalar = torch.ops.aten._local_scalar_dense.default
+    scalar_of, run, item = op_implementations_dict[scalar], utils.run_node, TensorVariable.method_item
+
+    def number(node: fx.Node) -> Any:
+        """The number in a node of Dynamo's graph; None if it is no constant."""
+        sources: dict[Any, Tensor] = {}
+        try:
+            with _disable_current_modes(), torch.no_grad(), ConstantOps():  # type: ignore[no-untyped-call]
+                found = _value_of_buffers(node, sources, {}).item()
+        except Exception:  # a function that runs apart from its graph may raise anything
+            return None
+        if any(storage_of(value) in changing for value in sources.values()):
+            return None
+        taken.update(sources)
+        return found
+
+    def number_of_fake(mode: Any, op: Any, value: Any) -> Any:
+        given = running[-1].all_input_nodes if running else []
+        node = next((each for each in given if each.meta.get("example_value") is value), None)
+        if node is None or (found := number(node)) is None:
+            value.item_memo = None  # a number that Dynamo would take as a constant, with a guard of its own
+            return scalar_of(mode, op, value)
+        arguments = running[-1].args, running[-1].kwargs
+        running[-1].args, running[-1].kwargs = fx.node.map_arg(arguments, lambda x: found if x is node else x)
+        return found
+
+    def run_noted(tracer: Any, node: fx.Node, *args: Any) -> Any:
+        running.append(node)
+        try:
+            return run(tracer, node, *args)
+        finally:
+            running.pop()
+
+    def item_of(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        found = number(self.proxy.node)
+        return item(self, tx, *args, **kwargs) if found is None else ConstantVariable.create(found)
+
+    def branch(self: Any, instruction: Any, jumps_if: bool, jump: Jump) -> None:
+        found = number(self.stack[-1].proxy.node)
+        if found is not None:
+            self.stack[-1] = ConstantVariable.create(bool(found))
+        return jump(self, instruction)
+
+    with (
+        mock.patch.dict(op_implementations_dict, {scalar: number_of_fake}),
+        mock.patch.object(utils, "run_node", run_noted),
+        mock.patch.object(TensorVariable, "method_item", item_of),
+        branches_traced(branch),
+    ):
+        yield taken
+
+
+def _value_of_buffers(node: fx.Node, sources: dict[Any, Tensor], known: dict[fx.Node, Any]) -> Any:
+    """The value of a node of Dynamo's graph, of which `sources` gets the buffers that it is computed from.
+
+    Raises
+    ------
+    NotConstantError
+        It depends on inputs or parameters, on random numbers, or on what is written in place.
+    """
+    if node in known:
+        return known[node]
+    fake = node.meta.get("example_value")
+    if isinstance(fake, Tensor) and fake._version:
+        raise NotConstantError
+    if node.op == "placeholder":
+        given = node.meta["grapharg"]
+        known[node] = value = given.example
+        if type(value) is not Tensor or value.requires_grad or given.source is None:
+            raise NotConstantError
+        sources[given.source] = value
+        return value
+    if node.op not in ("call_function", "call_method"):
+        raise NotConstantError
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _value_of_buffers(arg, sources, known))
+    call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+    known[node] = value = call(*args[node.op == "call_method" :], **kwargs)
+    return value
