@@ -342,15 +342,17 @@ class ConstantsCheck:
         """The constants that have changed in the parallel module, or in what it shares with others."""
         return self._changed(self._of_parallel, self._before, parallel, "parallel")
 
-    def check_model(self) -> None:
-        """Raise `ParallelError` if a value has changed in the user's model, whose attributes no step follows."""
+    def check_model(self, parallel: nn.Module) -> None:
+        """Raise `ParallelError` if a value has changed in the user's model, whose own attributes no step follows."""
         model = self._model()
         if model is None:
             return
         changed = self._changed(self._of_model, self._before_in_model, model, "model")
         if model.training != self._mode:  # a model that is in the other mode as a whole is used on its own
             changed = [each for each in changed if not each.shown.endswith(".training")]
-        refuse_changed(changed)
+        if changed:  # what both share, or what has changed in both, has another step
+            followed = self._changed(self._of_parallel, self._before, parallel, "model")
+            refuse_changed([each for each in changed if each not in followed])
 
     def _changed(self, reads: Reads, before: list[Any], module: nn.Module, root: str) -> list[ChangedConstant]:
         now = reads.values(module)

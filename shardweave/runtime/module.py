@@ -326,10 +326,10 @@ class ParallelModule(nn.Module):
                 "load_state_dict before the first call"
             )
         self._tree_guard.check(modes=self._recompile is None)
-        if self._constants is not None:
-            if self._recompile is None:
-                refuse_changed(self._constants.changed(self))
-            self._constants.check_model()
+        if self._constants is not None and self._recompile is None:
+            refuse_changed(self._constants.changed(self))
+        if (constants := self._steps[0].attributes["_constants"]) is not None:
+            constants.check_model(self)
         return self._execute.running()
 
     # -- steps for other inputs

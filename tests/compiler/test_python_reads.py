@@ -140,6 +140,17 @@ def test_a_change_in_the_model_is_an_error_that_names_it(name: str, compiled: tu
     parallel(BATCH).backward()
 
 
+def test_a_change_in_the_model_is_an_error_in_later_steps_too() -> None:
+    model = Tempered()
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+    with pytest.warns(UserWarning, match="compiled again, as parallel.temperature is"):
+        model.temperature = parallel.temperature = 2.0
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
+    model.power = 2
+    with pytest.raises(ParallelError, match="model.power was 1 when the step was compiled"):
+        parallel(BATCH)
+
+
 @pytest.mark.parametrize("name", SHARED)
 def test_a_change_of_what_both_share_takes_another_step(name: str, compiled: tuple[Model, Any]) -> None:
     model, parallel = compiled
