@@ -42,6 +42,7 @@ from shardweave.compiler.joint_graph import (
     cast_inputs_inside,
     enclose_open_sizes,
     extend_backward,
+    fold_conjugates,
     linalg_checks_as_values,
     take_cast_parameters,
     take_parameter_changes,
@@ -334,6 +335,7 @@ def _captured_step(
     times = Counter(tied.values())
     own = {name: parameter.dtype for name, parameter in model.named_parameters() if times[name] == 1}
     changes = take_parameter_changes(graph, own)
+    fold_conjugates(graph)
     linalg_checks_as_values(graph)
     enclose_open_sizes(model, graph)
     kinds = [type(described).__name__ for described in graph.output_node().meta["desc"]]

@@ -216,6 +216,16 @@ def _is_elementwise(node: fx.Node) -> bool:
     return is_pointwise or node.target in (aten.clone.default, aten.detach.default, aten.copy.default)
 
 
+def fold_conjugates(graph: fx.Graph) -> None:
+    """Replace the conjugate of a Python number, which torch's derivative of a product has as an op on a tensor."""
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.aten._conj.default)
+    numbers = {node: node.args[0].conjugate() for node in nodes if isinstance(node.args[0], complex)}
+    for node in numbers:
+        for user in list(node.users):
+            user.args = fx.node.map_arg(user.args, lambda leaf: numbers.get(leaf, leaf))
+        graph.erase_node(node)
+
+
 def asserts_as_values(graph: fx.Graph, outputs: Iterable[int]) -> None:
     """Let asserts return a value that the forward needs: they have no users, and would be removed.
 

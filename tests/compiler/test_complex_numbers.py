@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardweave.compiler.capture import capture
 from shardweave.cost_model import node_work
 from shardweave.ir import Precision
 from shardweave.runtime.launch import WorkerPool
+from tests.compiler.test_capture import assert_computes
 from tests.compiler.test_models import any_of
 from tests.compiler.test_ordinary_models import rows, two_steps
 from tests.compiler.training import Way, compile_ways
@@ -147,3 +149,16 @@ def test_a_product_of_complex_numbers_is_four_of_real_ones() -> None:
 def test_gradients_of_complex_parameters_are_reduced_whole() -> None:
     """In ``reduce_dtype`` a complex gradient would lose its imaginary part."""
     assert Precision.of("bf16").dtypes(torch.complex64).reduced == torch.complex64  # type: ignore[union-attr]
+
+
+class Turned(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * (1 + 2j)).imag.square().mean()
+
+
+def test_a_product_with_a_complex_number_is_captured() -> None:
+    """Its derivative conjugates the number, by an op on tensors."""
+    batch = {"x": torch.randn(4, 8, dtype=DTYPE)}
+    captured = capture(Turned(8, 8).to(DTYPE), batch)
+    assert not captured.graph.graph.find_nodes(op="call_function", target=torch.ops.aten._conj.default)
+    assert_computes(captured, Turned(8, 8).to(DTYPE), (), batch)
