@@ -248,9 +248,12 @@ class SettingSearch:
             bound = self._under_limit(costed, incumbent, hint, rough=_is_inexact(free), most=most)
             incumbent.bound = bound if incumbent.best is not None else fastest.bound
         optimum = incumbent.best
-        # 3. Neighbours of that, 4. plans that are alike in all layers, and neighbours of the best of these
+        # 3. Neighbours of that, and of the program's best answer if the simulator says that another one is faster,
+        # 4. plans that are alike in all layers, and neighbours of the best of these
         if not (optimum is None or looked_around):
             self._neighbours(optimum, incumbent)
+            if (answer := min(incumbent.fitting, key=lambda each: each.solution.objective)) is not optimum:
+                self._neighbours(answer, incumbent)
         if not is_other and (optimum is not None or size(costed) <= MAX_CANDIDATES_MODEST):
             self._alike(costed, incumbent)
         if not is_other and incumbent.best is not None and incumbent.best is not optimum:
@@ -527,10 +530,10 @@ def known_choice(costed: Costed, choice: Sequence[int]) -> Solution:
 
 
 def neighbours(costed: Costed, choice: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Of each group of equal ops and each of its candidates: a choice with this one for all of them."""
+    """Of each group of equal ops, or layers, and each of its candidates: a choice with this one for all of them."""
     groups: dict[tuple[str, int], list[int]] = {}
     for number, (row, variable) in enumerate(zip(costed.problem.ops, costed.variables, strict=True)):
-        if variable.op is not None:
+        if variable.op is not None or variable.modes:
             groups.setdefault((row.group, id(row.candidates)), []).append(number)
     for numbers in groups.values():
         taken = {choice[number] for number in numbers}
