@@ -248,11 +248,12 @@ class SettingSearch:
             bound = self._under_limit(costed, incumbent, hint, rough=_is_inexact(free), most=most)
             incumbent.bound = bound if incumbent.best is not None else fastest.bound
         optimum = incumbent.best
-        # 3. Neighbours of that, and of the program's best answer if the simulator says that another one is faster,
+        # 3. Neighbours of that, and of a modest program's best answer if the simulator says that another one is faster,
         # 4. plans that are alike in all layers, and neighbours of the best of these
         if not (optimum is None or looked_around):
             self._neighbours(optimum, incumbent)
-            if (answer := min(incumbent.fitting, key=lambda each: each.solution.objective)) is not optimum:
+            answer = min(incumbent.fitting, key=lambda each: each.solution.objective)
+            if answer is not optimum and size(costed) <= MAX_CANDIDATES_MODEST:
                 self._neighbours(answer, incumbent)
         if not is_other and (optimum is not None or size(costed) <= MAX_CANDIDATES_MODEST):
             self._alike(costed, incumbent)
