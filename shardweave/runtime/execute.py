@@ -269,12 +269,7 @@ class Executor:
     def __call__(self, inputs: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The step's outputs, from the local parts of its inputs, which the user has passed as `given`."""
         parameters = self.parameters()
-        states = zip((*self.spec.parameters, *self.spec.buffers), (*parameters, *self.buffers()), strict=True)
-        for known, tensor in states:
-            if known.change is not None:
-                part = local_tensor(tensor).detach()
-                part.copy_(known.change(part))
-                torch.autograd.graph.increment_version(tensor)  # parameters that were gathered are out of date
+        self._change_states(parameters)
         wanted = [given[index] for index in self.spec.differentiable_inputs]
         trains = self._trains([*parameters, *wanted])
         several = self.spec.micro_batches > 1
@@ -288,6 +283,17 @@ class Executor:
         passed = [_Passed(tuple(value.shape), _averaging_ranks(value)) for value in wanted]
         trained = self.trained(parameters)
         return list(function.apply(self, inputs, passed, parameters, *wanted, *trained))  # type: ignore[no-untyped-call]
+
+    def _change_states(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Change the parameters and buffers that the forward changes element by element, each rank its part."""
+        changes = [spec.change for spec in (*self.spec.parameters, *self.spec.buffers)]
+        if not any(changes):
+            return
+        for change, tensor in zip(changes, (*parameters, *self.buffers()), strict=True):
+            if change is not None:
+                part = local_tensor(tensor).detach()
+                part.copy_(change(part))
+                torch.autograd.graph.increment_version(tensor)  # parameters that were gathered are out of date
 
     def trained(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The `parameters` that some output depends on. Autograd and hooks must not see the others."""
