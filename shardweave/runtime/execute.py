@@ -240,9 +240,9 @@ class Executor:
     def _trains(self, tensors: Sequence[torch.Tensor]) -> bool:
         return self.backward is not None and any(map(wants_gradient, tensors))
 
-    def unfrozen(self) -> list[str]:
-        """The parameters that require a gradient, and were frozen when the step was compiled."""
-        pairs = zip(self.spec.parameters, self.parameters(), strict=True)
+    def unfrozen(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        """Which of the current `parameters` require a gradient, and were frozen when the step was compiled."""
+        pairs = zip(self.spec.parameters, parameters, strict=True)
         return [spec.name for spec, parameter in pairs if parameter.requires_grad and not spec.trainable]
 
     def running(self) -> dict[str, bool]:
@@ -253,8 +253,9 @@ class Executor:
         ParallelError
             If a parameter requires a gradient that the step has none for.
         """
-        trains = self._trains(self.parameters())
-        if trains and (unfrozen := self.unfrozen()):
+        parameters = self.parameters()
+        trains = self._trains(parameters)
+        if trains and (unfrozen := self.unfrozen(parameters)):
             raise ParallelError(
                 f"{', '.join(unfrozen[:5])}: {len(unfrozen)} parameters require a gradient that were frozen when the "
                 "step was compiled, so that it has no gradient for them. Compile the model with them unfrozen, and "

@@ -129,7 +129,7 @@ class _BoundStep:
     def unfrozen(self) -> list[str]:
         """The parameters that are to be trained now, and that the step has no gradients for."""
         execute: Executor = self.attributes["_execute"]
-        return execute.unfrozen() if self.trains else []
+        return execute.unfrozen(execute.parameters()) if self.trains else []
 
 
 class ParallelModule(nn.Module):
