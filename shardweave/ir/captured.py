@@ -303,6 +303,35 @@ class Reads:
         except Exception:  # an attribute that is gone, or whatever a property raises: each for itself
             return [self._one(read, model) for read in self.reads]
 
+    def unchanged_test(self, model: nn.Module) -> Callable[[nn.Module], bool]:
+        """A fast test of whether a module has the values that `model` has now. If it fails, compare `values`.
+
+        It compares constants and types as they are read, without a call of `plain` for each.
+        """
+        lines = dict.fromkeys(line for read in self.reads for line in read.code[:-1])
+        expressions = [read.code[-1] for read in self.reads]
+        try:
+            given = self._function([*lines, f"return [{', '.join(expressions)}]"])(model)
+            pairs = zip(expressions, given, map(plain, given), strict=True)
+            forms = [
+                text if kept is value else f"type({text})" if kept is type(value) else f"keep({text})"
+                for text, value, kept in pairs
+            ]
+            look = self._function([*lines, f"return [{', '.join(forms)}]"])
+            before = look(model)
+        except Exception:  # one of them cannot be read: see `values`
+            return lambda _: False
+        kinds = [*map(type, before)]  # 2 and 2.0 make tensors of other dtypes
+
+        def is_unchanged(module: nn.Module) -> bool:
+            try:
+                now = look(module)
+                return bool(now == before) and [*map(type, now)] == kinds
+            except Exception:  # as above; or tensors that cannot be compared
+                return False
+
+        return is_unchanged
+
     def _one(self, read: Read, model: nn.Module) -> Any:
         try:
             return self._function([*read.code[:-1], f"return keep({read.code[-1]})"])(model)
@@ -337,15 +366,19 @@ class ConstantsCheck:
         self._mode = model.training
         self._of_model, self._of_parallel = reads.found_in(model), reads.found_in(parallel)
         self._before_in_model, self._before = self._of_model.values(model), self._of_parallel.values(parallel)
+        self._model_is_unchanged = self._of_model.unchanged_test(model)
+        self._is_unchanged = self._of_parallel.unchanged_test(parallel)
 
     def changed(self, parallel: nn.Module) -> list[ChangedConstant]:
         """The constants that have changed in the parallel module, or in what it shares with others."""
+        if self._is_unchanged(parallel):
+            return []
         return self._changed(self._of_parallel, self._before, parallel, "parallel")
 
     def check_model(self, parallel: nn.Module) -> None:
         """Raise `ParallelError` if a value has changed in the user's model, whose own attributes no step follows."""
         model = self._model()
-        if model is None:
+        if model is None or self._model_is_unchanged(model):
             return
         changed = self._changed(self._of_model, self._before_in_model, model, "model")
         if model.training != self._mode:  # a model that is in the other mode as a whole is used on its own
@@ -355,10 +388,7 @@ class ConstantsCheck:
             refuse_changed([each for each in changed if each not in followed])
 
     def _changed(self, reads: Reads, before: list[Any], module: nn.Module, root: str) -> list[ChangedConstant]:
-        now = reads.values(module)
-        if now == before and [*map(type, now)] == [*map(type, before)]:  # 2 and 2.0 make tensors of other dtypes
-            return []
-        triples = zip(reads.reads, before, now, strict=True)
+        triples = zip(reads.reads, before, reads.values(module), strict=True)
         different = [(read, was, value) for read, was, value in triples if was != value or type(was) is not type(value)]
         return [ChangedConstant(re.sub(r"\bmodel\b", root, read.shown, count=1), *pair) for read, *pair in different]
 
