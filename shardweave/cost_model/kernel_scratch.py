@@ -195,9 +195,8 @@ def _padded_channels(channels: int) -> int:
 
 
 def _expert_mm(node: fx.Node) -> int:
-    """ops/layer_ops.py: the rows in their experts' order, and one expert's product, if all have as many."""
-    experts = int(_value(node, "weight").shape[0])
-    return tensor_bytes(_value(node, "x")) + tensor_bytes(node.meta["val"]) // max(1, experts)
+    """ops/layer_ops.py: the rows in their experts' order, and then the products in that order."""
+    return max(tensor_bytes(_value(node, "x")), tensor_bytes(node.meta["val"]))
 
 
 def _expert_outer(node: fx.Node) -> int:

@@ -99,12 +99,11 @@ def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, spread: int = 1) -> Ten
     [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
     """
     order, ends = _groups(expert, weight.shape[0])
-    sorted_x = x[order]
-    result = x.new_zeros(x.shape[0], weight.shape[2])
+    sorted_x, products = x.index_select(0, order), x.new_zeros(x.shape[0], weight.shape[2])
     for index, (start, end) in enumerate(ends):
-        if end > start:
-            result[order[start:end]] = sorted_x[start:end] @ weight[index]
-    return result
+        torch.mm(sorted_x[start:end], weight[index], out=products[start:end])
+    del sorted_x
+    return products.index_select(0, order.argsort())
 
 
 @expert_mm.register_fake
@@ -129,11 +128,10 @@ def expert_outer(x: Tensor, grad: Tensor, expert: Tensor, experts: int, spread: 
         Of shape (experts, k, n).
     """
     order, ends = _groups(expert, experts)
-    sorted_x, sorted_grad = x[order], grad[order]
-    result = x.new_zeros(experts, x.shape[1], grad.shape[1])
-    for index, (start, end) in enumerate(ends):
-        if end > start:
-            torch.mm(sorted_x[start:end].t(), sorted_grad[start:end], out=result[index])
+    sorted_x, sorted_grad = x.index_select(0, order), grad.index_select(0, order)
+    result = x.new_empty(experts, x.shape[1], grad.shape[1])
+    for index, (start, end) in enumerate(ends):  # without rows: zeros
+        torch.mm(sorted_x[start:end].t(), sorted_grad[start:end], out=result[index])
     return result
 
 

@@ -150,7 +150,7 @@ class _Region:
                 self.twins[node] = self._new(node, custom_ops.expert_mm.default, self._twin(grad), back, expert), 0
             else:
                 experts = weight.meta["val"].shape[0]
-                self._replace(node, custom_ops.expert_outer.default, self._twin(x), self._twin(grad), expert, experts)
+                self._gradient_of_weights(node, self._twin(x), self._twin(grad), expert, experts)
         else:
             twin, dim = self.twins[parent]
             self.twins[node] = self._new(node, operator.getitem, twin, index), dim
@@ -216,9 +216,18 @@ class _Region:
         elif right in self.twins and dim == 1 and self.twins[right][1] == 0:
             rows = self._new(node, aten.t.default, twin)
             experts = node.meta["val"].shape[0]
-            self._replace(node, custom_ops.expert_outer.default, rows, self._twin(right), expert, experts)
+            self._gradient_of_weights(node, rows, self._twin(right), expert, experts)
         else:
             raise self._unknown(node)
+
+    def _gradient_of_weights(self, node: fx.Node, x: fx.Node, grad: fx.Node, expert: fx.Node, experts: int) -> None:
+        """The gradient of the weights; transposed if they were for the product, so in the parameters' memory order."""
+        transposes = [user for user in node.users if _swaps_last_dims(user)]
+        if transposes and len(transposes) == len(node.users):
+            for user in transposes:
+                self._replace(user, custom_ops.expert_outer.default, grad, x, expert, experts)
+        else:
+            self._replace(node, custom_ops.expert_outer.default, x, grad, expert, experts)
 
     def _expert(self, node: fx.Node, ends: Any) -> fx.Node:
         """The expert of each row, in token order: the keys, if `ends` are the cumulative sums of their counts."""
@@ -296,6 +305,14 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def _flag(node: fx.Node, name: str) -> bool:
     return name in argument_names(node) and bool(argument(node, name))
+
+
+def _swaps_last_dims(node: fx.Node) -> bool:
+    """Whether a node swaps the last two of three dimensions."""
+    dims = _arguments(node)[1:]
+    if _name(node) == "aten::permute":
+        return [dim % 3 for dim in dims[0]] == [0, 2, 1]
+    return _name(node) == "aten::transpose" and {dim % 3 for dim in dims} == {1, 2}
 
 
 def _index(node: fx.Node) -> fx.Node | None:

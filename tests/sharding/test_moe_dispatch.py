@@ -114,6 +114,16 @@ def test_models_compute_the_same(name: str) -> None:
     assert left["shardweave::expert_mm"] == 4 and left["shardweave::expert_outer"] == 2
 
 
+def test_gradients_of_transposed_weights_have_the_memory_order_of_the_parameters() -> None:
+    model = MODELS["mixtral"]()
+    captured = capture(model, hub.tokens(torch.Generator().manual_seed(0), 2))
+    undo_dispatch(captured.graph.graph)
+    weights = {name: value.shape for name, value in model.named_parameters() if "experts" in name}
+    outers = captured.graph.graph.find_nodes(op="call_function", target=torch.ops.shardweave.expert_outer.default)
+    assert weights and {node.meta["val"].shape for node in outers} == {*weights.values()}
+    assert not any("transpose" in str(user.target) for node in outers for user in node.users)
+
+
 # -- written by hand
 
 
