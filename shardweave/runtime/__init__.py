@@ -7,8 +7,8 @@ import shardweave.ops  # noqa: F401  (registers the ops that generated graphs ca
 from shardweave.runtime.call_checks import AgreedCall, Batch, agree_on_graph, group_of_calls, ranks_agree
 from shardweave.runtime.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
 from shardweave.runtime.checkpoint.weights import load_weights, save_weights
+from shardweave.runtime.compute_kernels import InductorMode, RegionCompiler
 from shardweave.runtime.execute import boxed
-from shardweave.runtime.inductor import InductorMode, RegionCompiler
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.inputs import call_text, wants_gradient
 from shardweave.runtime.launch import WorkerPool, launch

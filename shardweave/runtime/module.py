@@ -47,9 +47,9 @@ from shardweave.ir import (
 from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.passes import Step, recompute_fusible
 from shardweave.runtime.call_checks import Batch, CallChecks, group_of_calls
+from shardweave.runtime.compute_kernels import InductorMode, RegionCompiler
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import Accumulation, Boxed, MicroBatchRunner
-from shardweave.runtime.inductor import InductorMode, RegionCompiler
 from shardweave.runtime.inputs import CallSignature, InputGradients, LocalBatch, check_tensor, wants_gradient
 from shardweave.runtime.module_tree import (
     ModuleTreeGuard,

@@ -1,11 +1,14 @@
-"""Inductor compiles the compute of a generated graph; the order of its collectives stands.
+"""The kernels of a generated graph's compute: Inductor compiles them, or one kernel of torch computes several ops.
 
-A bound graph is cut at everything that has to stay in its place: starts and waits of collectives, random ops under
-their seeds, the package's own ops. What lies between two cuts is a region: a run of aten ops. Each region becomes one
-call, and nothing else moves.
+The order of collectives stands. With Inductor, a bound graph is cut at everything that has to stay in its place: starts
+and waits of collectives, random ops under their seeds, the package's own ops. What lies between two cuts is a region: a
+run of aten ops. Each region becomes one call, and nothing else moves.
 
 A region is compiled at its first call, for the memory order that its inputs really have: at some ops it differs from
 that of fake tensors. Equal regions, such as those of equal layers, are compiled once.
+
+Without Inductor, products add their biases, neighbouring gradients of a convolution are computed together, and ops are
+called by torch's Python functions (`combine_ops`).
 
 This module alone touches Inductor, and its interfaces are private.
 """
@@ -13,6 +16,7 @@ This module alone touches Inductor, and its interfaces are private.
 from __future__ import annotations
 
 import operator
+import types
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +28,8 @@ from torch import fx
 from shardweave.ir import META, ParallelError
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.grad_accumulation import Boxed
+
+aten = torch.ops.aten
 
 InductorMode = Literal["auto"] | bool
 """The values of `Options.inductor`."""
@@ -53,7 +59,7 @@ class RegionCompiler:
         return self.device_type != "cpu" if self.mode == "auto" else self.mode
 
     def __call__(self, constants: fx.GraphModule, graph: fx.Graph) -> fx.Graph:
-        """Replace the regions of `graph`, which is changed and returned.
+        """Replace the regions of `graph`, or combine its ops. It is changed and returned.
 
         Parameters
         ----------
@@ -67,7 +73,8 @@ class RegionCompiler:
             for number, nodes in enumerate([*_regions(graph)]):
                 _replace(constants, graph, nodes, f"region{number}", self)
             graph.lint()
-        return graph
+            return graph
+        return combine_ops(graph)
 
     def compile(self, region: _Region, arguments: Sequence[Any]) -> Boxed:
         """The compiled code of a region, for arguments like these."""
@@ -262,3 +269,125 @@ def _compiled(plain: Boxed, arguments: Sequence[Any]) -> Boxed:
         return [next(rest) if constant is None else constant[0] for constant in constants]
 
     return run
+
+
+# -- without Inductor
+
+_ADD, _MM, _CONVOLUTION = aten.add.Tensor, aten.mm.default, aten.convolution.default
+_INPUT_GRADIENT, _WEIGHT_GRADIENT = (
+    torch.ops.shardweave.conv_input_grad.default,
+    torch.ops.shardweave.conv_weight_grad.default,
+)
+
+
+def combine_ops(graph: fx.Graph) -> fx.Graph:
+    """Compute neighbouring ops of `graph` by one kernel of torch, as eager mode does. It is changed and returned.
+
+    Capture splits these ops, as each part has choices of its own in a plan. Combined, they read the same memory once
+    and are called once. No op moves across a collective.
+    """
+    _add_biases(graph)
+    _join_convolution_gradients(graph)
+    _call_python_functions(graph)
+    graph.lint()
+    return graph
+
+
+def _add_biases(graph: fx.Graph) -> None:
+    """Let products add their biases, where these are there when the product is computed."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for add in graph.find_nodes(op="call_function", target=_ADD):
+        summands = [node for node in add.args if isinstance(node, fx.Node)]
+        if len(summands) != 2 or add.kwargs:
+            continue
+        for summand, bias in (summands, reversed(summands)):
+            product = _product(summand)
+            vector = bias.args[0] if product is not None and product.target is _CONVOLUTION else bias
+            if product is None or not _is_bias(vector, bias, product) or position[vector] > position[product]:
+                continue
+            with graph.inserting_before(product):
+                if product.target is _MM:
+                    sum_node = graph.call_function(aten.addmm.default, (vector, *product.args))
+                else:
+                    sum_node = graph.call_function(_CONVOLUTION, (*product.args[:2], vector, *product.args[3:]))
+            sum_node.meta, position[sum_node] = dict(product.meta), position[product]
+            product.replace_all_uses_with(sum_node)
+            add.replace_all_uses_with(sum_node if summand is product else summand)
+            graph.erase_node(add)
+            graph.erase_node(product)
+            if not bias.users and bias is not vector:
+                graph.erase_node(bias)
+            break
+
+
+def _product(summand: fx.Node) -> fx.Node | None:
+    """The product without a bias that `summand` is, perhaps with other rows, and that nothing else uses."""
+    product = summand
+    while product.target is aten.reshape.default and len(product.users) == 1:
+        source = product.args[0]
+        before, after = _shape(source), _shape(product)
+        if not before or not after or before[-1] != after[-1]:
+            return None
+        product = source  # type: ignore[assignment]  # the first argument of an op
+    is_convolution = product is summand and product.target is _CONVOLUTION and product.args[2] is None
+    return product if len(product.users) == 1 and (product.target is _MM or is_convolution) else None
+
+
+def _is_bias(vector: Any, bias: fx.Node, product: fx.Node) -> bool:
+    """Whether `bias` adds `vector` to the columns of a matmul, or to the channels of a convolution."""
+    added, result = _value(vector), _value(product)
+    if added is None or result is None or added.dtype != result.dtype or added.shape != result.shape[1:2]:
+        return False
+    spread = (1, *added.shape, *(1 for _ in result.shape[2:]))
+    return product.target is _MM or (bias.target is aten.reshape.default and _shape(bias) == spread)
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    """The fake tensor of a node, if it is known."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _shape(node: Any) -> tuple[int, ...] | None:
+    value = _value(node)
+    return None if value is None else tuple(value.shape)
+
+
+def _join_convolution_gradients(graph: fx.Graph) -> None:
+    """Compute the gradients of a convolution's input, weight and bias together where they follow each other."""
+    for first in graph.find_nodes(op="call_function", target=_INPUT_GRADIENT):
+        grad, weight, _, *options = first.args
+        second, third, shape = first.next, first.next.next, _shape(grad)
+        if shape is None or second.target is not _WEIGHT_GRADIENT:
+            continue
+        same_grad, given, _, *same_options = second.args
+        if same_grad is not grad or same_options != options:
+            continue
+        channels: list[int] | None = None
+        dims = [0, *range(2, len(shape))]
+        if third.target is aten.sum.dim_IntList and third.args[0] is grad and [*third.args[1:]] == [dims]:
+            channels = [shape[1]]
+        joined = [first, second] if channels is None else [first, second, third]
+        with graph.inserting_before(first):
+            arguments = grad, given, weight, channels, *options, [True, True, channels is not None]
+            all_gradients = graph.call_function(aten.convolution_backward.default, arguments)
+            for index, node in enumerate(joined):
+                gradient = graph.call_function(operator.getitem, (all_gradients, index))
+                gradient.meta = dict(node.meta)
+                node.replace_all_uses_with(gradient)
+        for node in joined:
+            graph.erase_node(node)
+
+
+def _call_python_functions(graph: fx.Graph) -> None:
+    """Call aten ops by torch's functions where these are C++, which takes less time than calling an `OpOverload`."""
+    for node in graph.nodes:
+        if not _is_compute(node) or node.kwargs:
+            continue
+        schema = node.target._schema
+        function = getattr(torch, schema.name.removeprefix("aten::"), None)
+        takes_tensor = bool(schema.arguments) and isinstance(schema.arguments[0].type, torch.TensorType)
+        has_gaps = any(isinstance(value, list | tuple) and None in value for value in node.args)  # among indices
+        gives_numbers = any(isinstance(value.type, torch.IntType) for value in schema.returns)  # as tensors
+        if isinstance(function, types.BuiltinFunctionType) and takes_tensor and not has_gaps and not gives_numbers:
+            node.target = function

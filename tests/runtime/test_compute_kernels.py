@@ -1,4 +1,7 @@
-"""Compute that Inductor compiles: the same numbers, the same order of collectives, equal regions once."""
+"""Compute that Inductor compiles: the same numbers, the same order of collectives, equal regions once.
+
+Without Inductor: ops that one kernel of torch computes.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.distributed.process_groups import COLLECTIVES
 from shardweave.ops import seeded
-from shardweave.runtime import inductor
+from shardweave.runtime import compute_kernels
 from shardweave.runtime import module as parallel_module
+from shardweave.runtime.compute_kernels import RegionCompiler, combine_ops
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.grad_accumulation import Boxed
-from shardweave.runtime.inductor import RegionCompiler
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.parameters import local_tensor
+from tests.passes.cases import CASES, Draw
+from tests.passes.harness import examples, graph_of
 from tests.peak_memory import measured_peak
 
+aten = torch.ops.aten
 ROWS, WIDTH = 4, 8
 
 
@@ -74,7 +82,7 @@ def batch(kind: type[nn.Module]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def compiled(kind: type[nn.Module], mode: inductor.InductorMode, **options: Any) -> sw.ParallelModule:
+def compiled(kind: type[nn.Module], mode: compute_kernels.InductorMode, **options: Any) -> sw.ParallelModule:
     cluster = sw.Cluster.local(dist.get_world_size() if dist.is_initialized() else 1)
     asked = sw.Options(inductor=mode, **options)
     made = sw.compile_parallel(seeded_model(kind), cluster, batch(kind), options=asked)
@@ -95,7 +103,7 @@ def train(parallel: sw.ParallelModule, kind: type[nn.Module]) -> list[Tensor]:
 def check_same(kind: type[nn.Module], **options: Any) -> tuple[int, int]:
     """Compare compiled steps with plain ones; returns how many regions were compiled, and the number of calls."""
     calls = 0
-    run = inductor._Region.__call__
+    run = compute_kernels._Region.__call__
 
     def counted(region: Any, arguments: list[Any]) -> Sequence[Any]:
         nonlocal calls
@@ -103,7 +111,7 @@ def check_same(kind: type[nn.Module], **options: Any) -> tuple[int, int]:
         return run(region, arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inductor._Region, "__call__", counted)
+        patch.setattr(compute_kernels._Region, "__call__", counted)
         plain, fused = compiled(kind, False, **options), compiled(kind, True, **options)
         expected = train(plain, kind)
         assert not calls
@@ -141,7 +149,7 @@ def test_collectives_keep_their_order() -> None:
         before, after = (_in_place(each) for each in (module.graph, graph))
         assert [node.name for node in before] == [node.name for node in after]
         assert sum(node.target is torch.ops._c10d_functional.wait_tensor.default for node in after) > 4
-        regions = [node for node in graph.nodes if isinstance(node.target, inductor._Region)]
+        regions = [node for node in graph.nodes if isinstance(node.target, compute_kernels._Region)]
         assert len({node.target.code for node in regions}) < len(regions) < len(module.graph.nodes) / 4
 
 
@@ -152,7 +160,7 @@ def _in_place(graph: fx.Graph) -> list[fx.Node]:
 
 
 def test_values_are_freed_where_the_plain_graph_frees_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "_compiled", plainly)
+    monkeypatch.setattr(compute_kernels, "_compiled", plainly)
     monkeypatch.setattr(parallel_module, "recompute_fusible", lambda forward, backward, _: (forward, backward))
     peaks = []
     for mode in (False, True):
@@ -173,7 +181,7 @@ def run_two_ops(compiler: RegionCompiler, x: Tensor) -> Sequence[Any]:
 
 
 def test_another_memory_order_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "_compiled", plainly)
+    monkeypatch.setattr(compute_kernels, "_compiled", plainly)
     compiler = RegionCompiler(True, "cpu")
     module = fx.symbolic_trace(two_ops)
     run = boxed(module, compiler(module, module.graph))
@@ -187,7 +195,7 @@ def fails(*_: object) -> Boxed:
 
 
 def test_an_op_that_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "_compiled", fails)
+    monkeypatch.setattr(compute_kernels, "_compiled", fails)
     with pytest.raises(sw.ParallelError, match=r"cannot compile aten.exp.default: .*no lowering.*inductor=False"):
         run_two_ops(RegionCompiler(True, "cpu"), torch.ones(2))
     compiler = RegionCompiler("auto", "cuda")
@@ -212,9 +220,80 @@ def test_torch_compile_takes_the_option(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(region)
         return region
 
-    monkeypatch.setattr(inductor, "_compiled", noted)
+    monkeypatch.setattr(compute_kernels, "_compiled", noted)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh())
     expected = model(batch(Stack))
     fused = torch.compile(model, backend="shardweave", options={"inductor": True})
     torch.testing.assert_close(fused(batch(Stack)), expected)
     assert seen
+
+
+# -- without Inductor
+
+
+class Layers(nn.Module):
+    """Products with biases of all kinds: of matrices, of rows of sequences, of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head, self.bare = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), nn.Linear(3, 3, bias=False)
+        self.conv, self.back = nn.Conv1d(WIDTH, 6, 3, padding=1), nn.ConvTranspose1d(6, WIDTH, 3, padding=1)
+        self.plain = nn.Conv1d(WIDTH, WIDTH, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = self.plain(self.back(self.conv(x.transpose(1, 2)).relu()))
+        hidden = self.linear(channels.transpose(1, 2)).tanh()
+        result: Tensor = self.bare(self.head(hidden.mean(1)).sin()).square().mean()
+        return result
+
+
+def test_products_add_their_biases_and_gradients_of_convolutions_are_computed_together() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(4, 5, WIDTH)
+    compiler = Compiler(model, sw.Cluster.local(1), (x,), sw.Options(), None)
+    step = compiler.lower(compiler.plan()).step
+    assert step.backward is not None
+    forward, backward = (
+        [node.target for node in combine_ops(copy.deepcopy(module.graph)).nodes if node.op == "call_function"]
+        for module in (step.forward, step.backward)
+    )
+    assert forward.count(aten.addmm.default) == 0 and forward.count(torch.addmm) == 2
+    assert forward.count(torch.mm) == 1 and forward.count(torch.convolution) == 3
+    assert torch.add not in forward and aten.add.Tensor not in forward
+    names = [str(target) for target in backward]
+    assert backward.count(aten.convolution_backward.default) == 2
+    assert names.count("shardweave.conv_weight_grad.default") == 1  # the first convolution's input has no gradient
+    assert "shardweave.conv_input_grad.default" not in names
+    assert backward.count(torch.sum) == 3  # of the biases of two products and of that convolution
+    parallel = sw.compile_parallel(copy.deepcopy(model), sw.Cluster.local(1), x)
+    assert isinstance(parallel, sw.ParallelModule)
+    for each in (model, parallel):
+        each(x).backward()
+    for (name, parameter), other in zip(model.named_parameters(), parallel.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(local_tensor(other.grad), parameter.grad, msg=name)
+
+
+def test_biases_that_are_not_there_yet_are_added_later() -> None:
+    graph = fx.Graph()
+    values = {"a": torch.randn(2, 3), "b": torch.randn(3, 4), "bias": torch.randn(8)}
+    nodes = {name: graph.placeholder(name) for name in values}
+    product = graph.call_function(aten.mm.default, (nodes["a"], nodes["b"]))
+    bias = graph.call_function(aten.slice.Tensor, (nodes["bias"], 0, 0, 4))  # stands for the wait of a gather
+    graph.output(graph.call_function(aten.add.Tensor, (product, bias)))
+    for node, value in [*((nodes[name], values[name]) for name in values), (product, torch.empty(2, 4))]:
+        node.meta["val"] = value
+    bias.meta["val"] = torch.empty(4)
+    combined = combine_ops(graph)
+    assert [node.target for node in combined.nodes if node.op == "call_function"] == [
+        torch.mm, aten.slice.Tensor, torch.add,
+    ]  # fmt: skip
+
+
+@examples(150, shrink=False)
+@given(data=st.data(), target=st.sampled_from([each for each in CASES if "empty" not in str(each)]))
+def test_ops_that_are_called_by_functions_of_torch_are_the_same(data: st.DataObject, target: Any) -> None:
+    module, values = graph_of(target, *CASES[target](Draw(data)))
+    combined = fx.GraphModule(module, combine_ops(copy.deepcopy(module.graph)))
+    expected, found = (torch.manual_seed(0) and each(*values) for each in (module, combined))
+    torch.testing.assert_close(found, expected, equal_nan=True)
