@@ -277,11 +277,20 @@ class ScheduledOrder:
         The time from the first task's begin to the last one's end.
     peak_bytes : int
         The peak of the part, without storages that were there before.
+    compute_limits, communication_limits : (float, float)
+        List scheduling makes the same order under each limit from the first number of bytes to the second.
     """
 
     order: Sequence[int]
     seconds: float
     peak_bytes: int
+    compute_limits: tuple[float, float] = (-math.inf, math.inf)
+    communication_limits: tuple[float, float] = (-math.inf, math.inf)
+
+    def is_for(self, compute_limit: float, communication_limit: float) -> bool:
+        """Whether list scheduling makes the same order under these limits."""
+        (low, high), (lowest, highest) = self.compute_limits, self.communication_limits
+        return low <= compute_limit <= high and lowest <= communication_limit <= highest
 
 
 def list_schedule(
@@ -381,6 +390,22 @@ class _Device:
         return self.transfers[self.tasks.started[wait]].end is not None
 
 
+class _Limit:
+    """A limit in bytes; `low` and `high` are the smallest and largest that all decisions so far are the same under."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.low, self.high = -math.inf, math.inf
+
+    def allows(self, size: int) -> bool:
+        """Whether so many bytes are within the limit."""
+        if size <= self.limit:
+            self.low = max(self.low, size)
+            return True
+        self.high = min(self.high, size - 1)
+        return False
+
+
 # Keys before those of all tasks: of tasks that start a collective, and of the first use of the gathers just started.
 _NOW: Key = (-2,)
 _RIGHT_BEHIND: Key = (-1,)
@@ -402,7 +427,7 @@ class _ListScheduler:
     ) -> None:
         self.tasks, self.keys, self.groups = tasks, keys, groups
         self.max_prefetch, self.reductions = max_prefetch, reductions
-        self.compute_limit, self.communication_limit = compute_limit, communication_limit
+        self.compute_limit, self.communication_limit = _Limit(compute_limit), _Limit(communication_limit)
         self.device = _Device(tasks, contention)
         self.streams = self.device.streams
         self.order: list[int] = []
@@ -451,18 +476,21 @@ class _ListScheduler:
                 self._let_time_pass()
             else:
                 self._run_task(heapq.heappop(self.ready)[1])
-        return ScheduledOrder(self.order, self.streams.now, self.peak)
+        limits = [(limit.low, limit.high) for limit in (self.compute_limit, self.communication_limit)]
+        return ScheduledOrder(self.order, self.streams.now, self.peak, *limits)
 
     def _too_early(self, key: Key, task: int) -> bool:
         """Whether a task would run out of key order and hold memory beyond the limit for that."""
         more = self.born[task]
-        if self.held + more <= self.compute_limit or key < (0,) or not self.streams.is_running:
+        held = self.held + more
+        if more <= 0 or held <= self.compute_limit.low or key < (0,) or not self.streams.is_running:
             return False
         while self.done[self.next_in_order]:
             self.next_in_order = next(self.in_key_order)
         tasks, sizes = self.tasks, self.tasks.sizes
         less = sum(sizes[each] for each in tasks.lives[task] if self._ends(each, self.readers[each] - 1))
-        return task != self.next_in_order and more > less
+        # the limit is asked last: where it makes no difference, other limits make the same order
+        return task != self.next_in_order and more > less and not self.compute_limit.allows(held)
 
     def _ends(self, storage: int, readers: int) -> bool:
         """Whether a storage that has so many readers left is freed."""
@@ -514,7 +542,7 @@ class _ListScheduler:
         held = self.held
         for index in range(max(self.released, group) + 1, min(group + self.max_prefetch, len(self.groups) - 1) + 1):
             held += sum(self.born[start] for start in self.groups[index].starts)
-            if held > self.communication_limit:
+            if not self.communication_limit.allows(held):
                 return index - 1
         return group + self.max_prefetch
 
@@ -555,7 +583,7 @@ class _ListScheduler:
 
     def _wait_for_memory(self, more: int) -> None:
         """Wait for gradient reductions until `more` bytes fit into the limit for communication."""
-        while more and self.reductions_under_way and self.held + more > self.communication_limit:
+        while more and self.reductions_under_way and not self.communication_limit.allows(self.held + more):
             self._wait_for_oldest_reduction()
 
     def _wait_for_oldest_reduction(self) -> None:

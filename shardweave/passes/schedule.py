@@ -41,7 +41,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import ClassVar
 
@@ -759,26 +759,39 @@ class _OrderSearch:
             if self.max_prefetch is None:
                 delayed = delayed_gathers(self.tasks, keys, groups, max(GATHER_DEPTHS))
                 finders += [(self.tasks.after(edges), max(GATHER_DEPTHS), UNLIMITED) for edges in delayed]
-            found += [partial(_list_scheduled, *each, held, groups, self.contention) for each in finders]
+            found += [_ListScheduling(*each, held, groups, self.contention) for each in finders]
         return found
 
 
-def _list_scheduled(
-    tasks: TaskGraph,
-    ahead: int,
-    reductions: int,
-    keys: Sequence[Key],
-    groups: Sequence[GatherGroup],
-    contention: Contention,
-    compute_limit: float = math.inf,
-    communication_limit: float = math.inf,
-) -> ScheduledOrder:
-    """The order that list scheduling makes under these limits, with late waits."""
-    limits = {"compute_limit": compute_limit, "communication_limit": communication_limit}
-    found = list_schedule(
-        tasks, keys, groups, max_prefetch=ahead, reductions=reductions, contention=contention, **limits
-    )
-    return _with_late_waits(tasks, found)
+@dataclass(frozen=True)
+class _ListScheduling:
+    """Makes orders by list scheduling, with late waits. Limits that decide nothing otherwise make no new one."""
+
+    tasks: TaskGraph
+    max_prefetch: int
+    reductions: int
+    keys: Sequence[Key]
+    groups: Sequence[GatherGroup]
+    contention: Contention
+    made: list[ScheduledOrder] = field(default_factory=list)
+
+    def __call__(self, compute_limit: float = math.inf, communication_limit: float = math.inf) -> ScheduledOrder:
+        """The order under these limits, in bytes."""
+        for known in self.made:
+            if known.is_for(compute_limit, communication_limit):
+                return known
+        found = list_schedule(
+            self.tasks,
+            self.keys,
+            self.groups,
+            max_prefetch=self.max_prefetch,
+            reductions=self.reductions,
+            compute_limit=compute_limit,
+            communication_limit=communication_limit,
+            contention=self.contention,
+        )
+        self.made.append(_with_late_waits(self.tasks, found))
+        return self.made[-1]
 
 
 def _least_memory(orders: Sequence[_OrderFinder]) -> ScheduledOrder:
@@ -883,7 +896,7 @@ def _with_late_waits(tasks: TaskGraph, order: ScheduledOrder) -> ScheduledOrder:
     for task in sorted(late):
         if task in late:
             write(task)
-    return ScheduledOrder(found, order.seconds, tasks.peak_bytes(found))
+    return replace(order, order=found, peak_bytes=tasks.peak_bytes(found))
 
 
 def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:

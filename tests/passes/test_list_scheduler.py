@@ -133,15 +133,43 @@ def test_an_order_is_one(seed: int) -> None:
     assert bound - 1e-6 <= woven.seconds <= whole + 1e-9
 
 
+def holding(tasks: TaskGraph) -> TaskGraph:
+    """The tasks, each with a result of one byte."""
+    count = len(tasks.nodes)
+    lives = [[task, *needs] for task, needs in enumerate(tasks.needs)]
+    kept = [not users for users in tasks.users]
+    return replace(tasks, born=[[task] for task in range(count)], lives=lives, sizes=[1] * count, kept=kept)
+
+
+@examples(40, shrink=False)
+@given(seed=st.integers(0, 10**6))
+def test_limits_that_an_order_is_for_make_the_same_one(seed: int) -> None:
+    tasks = holding(random_tasks(seed))
+    keys = [(task,) for task in range(len(tasks.nodes))]
+    limits = [(math.inf, math.inf), *((a, b) for a in range(0, 12, 2) for b in range(1, 12, 2))]
+    made = {
+        (compute, communication): list_schedule(
+            tasks,
+            keys,
+            gather_groups_of(tasks, keys),
+            max_prefetch=1,
+            reductions=2,
+            compute_limit=compute,
+            communication_limit=communication,
+        )
+        for compute, communication in limits
+    }
+    for limit, found in made.items():
+        assert found.is_for(*limit)
+        assert all(other == found for others, other in made.items() if found.is_for(*others))
+
+
 @examples(40, shrink=False)
 @given(seed=st.integers(0, 10**6), ahead=st.booleans())
 def test_less_room_holds_less(seed: int, ahead: bool) -> None:
     """What grows memory waits for its turn where there is no room; with all the room that it takes, it does not."""
-    tasks = random_tasks(seed)
+    tasks = holding(random_tasks(seed))
     count = len(tasks.nodes)
-    lives = [[task, *needs] for task, needs in enumerate(tasks.needs)]
-    kept = [not users for users in tasks.users]
-    tasks = replace(tasks, born=[[task] for task in range(count)], lives=lives, sizes=[1] * count, kept=kept)
     keys = [(task,) for task in range(count)]
     free = list_schedule(tasks, keys, max_prefetch=1, reductions=1)
     if ahead:
