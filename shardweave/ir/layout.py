@@ -25,12 +25,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Literal
 
 from shardweave.ir.errors import LayoutError
 from shardweave.ir.mesh import Axis, Digit, Mesh, axes_size
 from shardweave.ir.op_rule import BoundRule, Dims
+
+MAX_CACHED = 2**14
+"""The number of pairs of layouts whose relation is cached: equal layers, and plans of one step, ask for the same ones."""
 
 
 def normalise(digits: Iterable[Digit]) -> tuple[Digit, ...]:
@@ -337,8 +340,12 @@ def factors_of(dims: Sequence[Digits], names: Dims, sizes: Mapping[str, int]) ->
 
 def layout_through_view(layout: Layout, source: Dims, target: Dims, sizes: Mapping[str, int]) -> Layout | None:
     """The layout on the other side of a view; None if the view would split an axis, or the layout is padded."""
-    if layout.padding is not None:
-        return None
+    return None if layout.padding is not None else _through_view(layout, source, target, tuple(sizes.items()))
+
+
+@lru_cache(MAX_CACHED)
+def _through_view(layout: Layout, source: Dims, target: Dims, factors: tuple[tuple[str, int], ...]) -> Layout | None:
+    sizes = dict(factors)
     by_factor: dict[str, Digits] = {}
     for digits, names in zip(layout.dims, source):
         runs = split_digits(digits, [sizes[name] for name in names])
@@ -501,7 +508,7 @@ def steps_between(have: Layout, want: Layout) -> list[RedistributionStep]:
     if have.padding != want.padding:
         places, whole = _in_places(have, want)
         return [*_steps(have, whole), RedistributionStep("pad", (), whole, places), *_steps(places, want)]
-    return _steps(have, want)
+    return [*_steps(have, want)]
 
 
 def _in_places(layout: Layout, padded: Layout) -> tuple[Layout, Layout]:
@@ -520,7 +527,8 @@ def axes_of(digits: Digits) -> list[Axis]:
     return [digit for digit in digits if isinstance(digit, Axis)]
 
 
-def _steps(have: Layout, want: Layout) -> list[RedistributionStep]:
+@lru_cache(MAX_CACHED)
+def _steps(have: Layout, want: Layout) -> tuple[RedistributionStep, ...]:
     """The steps between two layouts of the same padding."""
     steps: list[RedistributionStep] = []
     current = have
@@ -567,7 +575,7 @@ def _steps(have: Layout, want: Layout) -> list[RedistributionStep]:
     move("slice", _replace_digits(current, want, free))
     if current != want:
         raise LayoutError(f"no way from {have} to {want}")
-    return steps
+    return tuple(steps)
 
 
 def _axes_to_exchange(have: Layout, want: Layout) -> set[Axis]:

@@ -385,8 +385,7 @@ class ShardedValues:
         layout = axes.at_rest or layout
         value = node.meta["val"]
         dtype = axes.dtypes.master if axes.dtypes else value.dtype
-        with self.local.fake:
-            written.meta["val"] = torch.empty(layout.local_shape, dtype=dtype, device=value.device)
+        written.meta["val"] = self.local.empty(layout, dtype, value.device)
         written.meta[META] = replace(info(written), layouts=(layout,))
         origin = Origin(name, "gather for the step", "parameter", self.backward)
         working = self.local.cast(written, value.dtype, origin)

@@ -194,10 +194,14 @@ class LocalGraph:
         with self.graph.inserting_after(found[-1]) if found else contextlib.nullcontext():
             node = self.graph.placeholder(identifier)
         node.target = node.name  # which is unique: an input may have the name of a parameter
-        with self.fake:
-            node.meta["val"] = torch.empty(layout.local_shape, dtype=value.dtype, device=value.device)
+        node.meta["val"] = self.empty(layout, value.dtype, value.device)
         node.meta[META] = NodeInfo(layouts=(layout,), op=origin.op, backward=origin.backward)
         return node
+
+    def empty(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Any:
+        """The fake value of an input of the graph."""
+        size = list(layout.local_shape)
+        return fake_result(torch.empty, (size,), {"dtype": dtype, "device": device}, self.fake, self.known)
 
     def call(
         self,
