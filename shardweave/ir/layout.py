@@ -33,7 +33,7 @@ from shardweave.ir.mesh import Axis, Digit, Mesh, axes_size
 from shardweave.ir.op_rule import BoundRule, Dims
 
 MAX_CACHED = 2**14
-"""The number of pairs of layouts whose relation is cached: equal layers, and plans of one step, ask for the same ones."""
+"""How many pairs of layouts are cached with their relation: equal layers, and plans of one step, ask for the same."""
 
 
 def normalise(digits: Iterable[Digit]) -> tuple[Digit, ...]:

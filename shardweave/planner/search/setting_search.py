@@ -16,6 +16,7 @@ most a little slower than the best plan are simulated.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -383,22 +384,27 @@ class SettingSearch:
         return bool(found)
 
     def _propose(self, costed: Costed, among: Iterable[Kept], incumbent: Incumbent, most: int) -> None:
-        """Propose the program's optima of some restrictions: `most` of them, the fastest first."""
+        """Propose the program's optima of some restrictions: `most` of them, the fastest first.
+
+        The restrictions come in the order of what they take at least, so that few are solved to the end.
+        """
         found: list[tuple[float, int, Kept]] = []
         tables, limit = Tables(costed.problem), int(incumbent.over_limit * incumbent.limit)
-        for number, kept in enumerate(among):
-            least = tables.least(kept)
-            least_seconds = int(tables.ticks(least)) / TICKS_PER_SECOND
-            if least_seconds >= incumbent.ceiling or least[KEPT] > limit - costed.problem.fixed_bytes:
-                continue  # so the solver would say
+        leasts = [(tables.least(kept), number, kept) for number, kept in enumerate(among)]
+        left = [(int(tables.ticks(least)), number, kept) for least, number, kept in leasts
+                if least[KEPT] <= limit - costed.problem.fixed_bytes]  # or so the solver would say
+        for ticks, number, kept in sorted(left, key=lambda each: each[:2]):
+            ceiling = min([incumbent.ceiling, *(seconds for seconds, _, _ in found[most - 1 : most])])
+            if ticks / TICKS_PER_SECOND >= ceiling:
+                break
             given = _left(costed, kept, limit)
             try:
-                solution = self.solver.solve(given, None, incumbent.ceiling, rough=True)
+                solution = self.solver.solve(given, None, ceiling, rough=True)
             except PlanError:
                 continue
-            if solution.objective < incumbent.ceiling:
-                found.append((solution.objective, number, kept))
-        for objective, _, kept in sorted(found, key=lambda each: each[:2])[:most]:
+            if solution.objective < ceiling:
+                insort(found, (solution.objective, number, kept), key=lambda each: each[:2])
+        for objective, _, kept in found[:most]:
             if objective < incumbent.ceiling:
                 self._under_limit(costed, incumbent, None, kept, rough=True)
 
