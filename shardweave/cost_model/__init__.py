@@ -26,6 +26,7 @@ from shardweave.cost_model.measured_tables import (
 )
 from shardweave.cost_model.memory import (
     NO_SHARING,
+    Liveness,
     MemoryCurve,
     MicroBatchSharing,
     Storage,
@@ -64,6 +65,7 @@ __all__ = [
     "Device",
     "Forced",
     "Level",
+    "Liveness",
     "Machine",
     "Measured",
     "MemoryCurve",

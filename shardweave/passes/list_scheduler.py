@@ -29,6 +29,7 @@ from shardweave.cost_model import (
     NO_SHARING,
     Contention,
     Demand,
+    Liveness,
     MicroBatchSharing,
     NodeCosts,
     Storage,
@@ -133,8 +134,9 @@ class TaskGraph:
         prices: NodeCosts,
         left_out: Sequence[LeftOut] = (),
         repeated: MicroBatchSharing = NO_SHARING,
+        live: Liveness | None = None,
     ) -> TaskGraph:
-        """The tasks of these nodes, which are in the order of `graph`.
+        """The tasks of these nodes, which are in the order of `graph`; `live` is its liveness, if that is known.
 
         What layers that were left out of the graph leave to another part, and what they free of another part, counts
         from the task on that they run before. A storage that several runs of the graph share takes no memory here and
@@ -148,7 +150,7 @@ class TaskGraph:
             for source in sources:
                 users[source].append(index)
         # 2. Storages: who allocates and uses them, how large they are, and which of them outlive the part.
-        found = liveness(graph)
+        found = live or liveness(graph)
         shared, sums = repeated.storages(graph, found)
         storages: dict[Storage, int] = {}
         sizes: list[int] = []

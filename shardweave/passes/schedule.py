@@ -54,6 +54,7 @@ from shardweave.cost_model import (
     NO_SHARING,
     Cluster,
     Contention,
+    Liveness,
     MicroBatchSharing,
     NodeCosts,
     Storage,
@@ -592,11 +593,11 @@ class Schedule(Pass):
     def order(self, graph: fx.Graph) -> tuple[list[fx.Node], bool]:
         """The order of the nodes, and whether it keeps to the memory limit. The graph itself is not changed."""
         fits = True
-        prices = NodeCosts(self.cluster)
-        left_out = _left_out(graph, prices, self.repeated_layers)
+        prices, live = NodeCosts(self.cluster), liveness(graph)
+        left_out = _left_out(graph, live, prices, self.repeated_layers)
         # 1. Memory that is held from the beginning: inputs, shared storages, and what the graph does not see.
         order = [node for node in graph.nodes if node.op == "placeholder"]
-        shared, _ = self.repeated.storages(graph, liveness(graph))
+        shared, _ = self.repeated.storages(graph, live)
         first = [(node, sum(prices.of(node).sizes)) for node in order]
         first += [(node, prices.of(node).sizes[index]) for node, index in shared]
         held = self.other_bytes
@@ -606,7 +607,7 @@ class Schedule(Pass):
             nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and info(n).backward == backward]
             if not nodes:
                 continue
-            tasks = TaskGraph.of(graph, nodes, prices, left_out, self.repeated)
+            tasks = TaskGraph.of(graph, nodes, prices, left_out, self.repeated, live)
             if not self.cross_pass:
                 tasks = tasks.after(recompute_barriers(tasks))
             room = None if self.memory_limit is None else self.memory_limit - held
@@ -641,7 +642,9 @@ def layer_outputs(
     return {key for node, key in read if (own := layer(key[0])) and own != layer(node)}
 
 
-def _left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedLayers) -> list[LeftOut]:
+def _left_out(
+    graph: fx.Graph, live: Liveness, prices: NodeCosts, repeated_layers: RepeatedLayers
+) -> list[LeftOut]:
     """The layers that were left out of the graph, and which of its values stand for theirs.
 
     The first of a few equal layers may save its input in the layout that an unequal neighbour left it in, the last one
@@ -654,7 +657,7 @@ def _left_out(graph: fx.Graph, prices: NodeCosts, repeated_layers: RepeatedLayer
     def layer(node: fx.Node) -> str:
         return layer_of(info(node).op)
 
-    where = liveness(graph).where
+    where = live.where
     outputs = layer_outputs(graph, where, layer)
     saved: Counter[str] = Counter()  # bytes that the backward reads
     backward = [node for node in graph.nodes if node.op == "call_function" and info(node).backward]
