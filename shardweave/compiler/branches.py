@@ -4,7 +4,8 @@ Asserts
     A branch one side of which only raises an error is an assert (`raises_as_asserts`).
 
 Selections
-    Of other branches, both sides are traced, and `torch.where` selects what they assign (`branches_selected`).
+    Of other branches, both sides are traced, and `torch.where` selects what they assign, return, or write into buffers
+    (`branches_selected`).
 
 Numbers
     A branch on a number that depends on tensors, such as ``x.amax().item() > 9``, is one on a tensor.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import itertools
 import linecache
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +24,7 @@ from unittest import mock
 import networkx
 import torch
 from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 _BRANCHES = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_", "BACKWARD_") for value in ("TRUE", "FALSE")]
@@ -133,12 +136,16 @@ def _raised_message(translator: Any, index: int) -> str | None:
     return None
 
 
+CHANGED_PARAMETER = "a branch on a tensor changes a parameter that is trained"
+
+
 class _NoSelectionError(Exception):
     """A branch does more than to assign tensors."""
 
 
-_ENDS = "RETURN", "RAISE", "RERAISE"
-_REFUSED = *_ENDS, "YIELD", "SEND", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME", "DELETE", "IMPORT"
+_RETURNS = "RETURN_VALUE", "RETURN_CONST"
+_RAISES = "RAISE", "RERAISE"
+_REFUSED = *_RAISES, "YIELD", "SEND", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME", "DELETE", "IMPORT"
 """Instructions of these names leave a branch, or change more than local variables."""
 
 
@@ -146,9 +153,10 @@ _REFUSED = *_ENDS, "YIELD", "SEND", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME",
 def branches_selected() -> Iterator[None]:
     """Let Dynamo trace both sides of a branch on a tensor, and select what they assign by `torch.where`.
 
-    Of ``if not torch.isfinite(x).all(): x = torch.clamp(x, -1, 1)``, for one, Dynamo knows no graph. Each side may only
-    assign local variables, to tensors of the same kind. The gradient that flows into a side passes through a selection
-    too, so that what is infinite in the side that is not taken adds nothing.
+    Of ``if not torch.isfinite(x).all(): x = torch.clamp(x, -1, 1)``, for one, Dynamo knows no graph. Each side may
+    assign local variables, to tensors of the same kind, write into tensors that need no gradient, such as buffers, and
+    return. The gradient that flows into a side passes through a selection too, so that what is infinite in the side
+    that is not taken adds nothing.
 
     Raises
     ------
@@ -161,18 +169,19 @@ def branches_selected() -> Iterator[None]:
 
     def branch(self: Any, instruction: Any, jumps_if: bool, jump: Jump) -> None:
         starts = self.instruction_pointer, self.indexof[instruction.target]
-        region, end = _region_of_branch(self, self.instruction_pointer - 1)
-        if end is None:
+        ends = _ends_of_branch(self, self.instruction_pointer - 1)
+        if not ends:
             return jump(self, instruction)
         condition, line = self.pop(), self.lineno
         try:
-            _select(self, condition, starts, region, end, jumps_if, selected)
-        except refusals:
-            self.push(condition)
+            return _select(self, condition, starts, ends, jumps_if, selected)
+        except (*refusals, RuntimeError) as error:
             self.current_instruction = instruction
             self.starts_line(line)
+            if not isinstance(error, refusals):
+                raise
+            self.push(condition)
             return jump(self, instruction)
-        return None
 
     with branches_traced(branch):
         yield
@@ -181,29 +190,28 @@ def branches_selected() -> Iterator[None]:
             raise RuntimeError(f"what a branch on a tensor assigns is written in place later{line}")
 
 
-def _region_of_branch(translator: Any, branch: int) -> tuple[set[int], int | None]:
-    """The instructions of the two sides of a branch, and where these meet; None if they may not, or are refused."""
+def _ends_of_branch(translator: Any, branch: int) -> set[int]:
+    """The instructions where both sides of a branch end: the one where they meet, or all returns; empty in a loop."""
     instructions, leave = translator.instructions, -1
     # 1. The instructions that may follow each
     flow = networkx.DiGraph()
     for index, each in enumerate(instructions):
-        if each.opname.startswith(_ENDS):
+        if each.opname in _RETURNS:
             flow.add_edge(index, leave)
-        elif each.opname not in ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"):
+        elif not each.opname.startswith((*_RAISES, "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")):
             flow.add_edge(index, index + 1)
         if each.target is not None:
             flow.add_edge(index, translator.indexof[each.target])
     # 2. The first one that both sides come to, whatever they do before
     end = networkx.immediate_dominators(flow.reverse(copy=False), leave).get(branch, leave)
-    flow.remove_node(end)
-    region = set() if end == leave else networkx.descendants(flow, branch)
-    if end == leave or flow.has_node(branch) and any(branch in flow[index] for index in region):  # in a loop
-        return region, None
-    return region, None if any(instructions[index].opname.startswith(_REFUSED) for index in region) else end
+    ends = {end} if end != leave else {*flow.predecessors(leave)}
+    flow.remove_nodes_from({end, leave})
+    region = networkx.descendants(flow, branch) if flow.has_node(branch) else set()
+    return set() if any(branch in flow[index] for index in region) else ends
 
 
 def _select(
-    translator: Any, condition: Any, starts: tuple[int, int], region: set[int], end: int, jumps_if: bool,
+    translator: Any, condition: Any, starts: tuple[int, int], ends: set[int], jumps_if: bool,
     selected: list[tuple[Tensor, int, str]],
 ) -> None:  # fmt: skip
     """Trace both sides of a branch, and go on behind them with the values that the condition selects.
@@ -227,33 +235,68 @@ def _select(
         condition = call("call_method", "bool", condition.as_proxy())
     chosen = condition.as_proxy()
     # 2. Trace both sides from the same state.
-    before = {node: node.meta["example_value"]._version for node in graph.nodes if _is_tensor(node)}
+    before = {node: _state(node) for node in graph.nodes if _is_tensor(node)}
     stack, variables, blocks = [*translator.stack], dict(translator.symbolic_locals), [*translator.block_stack]
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled()
     sides: list[tuple[list[Any], dict[str, Any], list[fx.Node]]] = []
+    written: list[set[StorageWeakRef]] = []
+    stops: list[int] = []
     for start in starts:
         translator.stack, translator.block_stack = [*stack], [*blocks]
         translator.symbolic_locals.clear()
         translator.symbolic_locals.update(variables)
         translator.instruction_pointer, known = start, {*graph.nodes}
-        with _without_effects() as drawn:
-            while translator.instruction_pointer != end:
-                if translator.instruction_pointer not in region or not translator.step():
+        with _without_effects() as (drawn, writes):
+            while (end := translator.instruction_pointer) not in ends:
+                if translator.instructions[end].opname.startswith(_REFUSED) or not translator.step():
                     raise _NoSelectionError
-        if drawn:
+        if drawn or (torch.is_grad_enabled(), torch.is_autocast_enabled()) != modes:
             raise _NoSelectionError
+        if (last := translator.instructions[end]).opname == "RETURN_CONST":
+            translator.push(dynamo.variables.ConstantVariable.create(last.argval))
         new = [node for node in graph.nodes if node not in known and node.op != "placeholder"]
         sides.append((translator.stack, dict(translator.symbolic_locals), new))
-    # 3. Refuse what acts beside the values, or writes in place what was there before.
-    for node in (node for _, _, new in sides for node in new):
+        written.append(writes)
+        stops.append(end)
+    inside = {node for _, _, new in sides for node in new}
+    # 3. Refuse what acts beside the values.
+    for node in inside:
         acts = node.target is torch._assert_async or isinstance(node.target, torch._ops.HigherOrderOperator)
-        if acts or isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        is_number = isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+        users = [user for user in node.users if _is_tensor(user) and user.target is not torch.scalar_tensor]
+        if acts or is_number and users:  # a number may only be the condition of a branch inside
             raise _NoSelectionError
     old = [node for node in graph.nodes if node in before or node.op == "placeholder" and _is_tensor(node)]
-    if any(node.meta["example_value"]._version != before.get(node, 0) for node in old):
+    # 4. Let each side write into a copy of a tensor that was there before, and write the selected one into it.
+    storages = {node: next(iter(_storages(node.meta["example_value"]))) for node in (*old, chosen.node)}
+    every = written[0] | written[1]
+    selecting = call("call_method", "clone", chosen).as_proxy() if storages[chosen.node] in every else chosen
+    for storage in (each for each in dict.fromkeys(storages.values()) if each in every):
+        names = [node for node in old if storages[node] == storage]
+        used = [node for node in graph.nodes if node not in inside and not inside.isdisjoint(node.users)]
+        used = [node for node in used if storage in _storages(node.meta.get("example_value"))]
+        if any(node.op == "placeholder" and before.get(node, _state(node))[1] for node in used):
+            raise RuntimeError(CHANGED_PARAMETER)
+        is_one = len({id(node.meta["example_value"]) for node in used}) == 1 and used[0] in names
+        if not is_one or any(_state(node)[1] for node in names):
+            raise _NoSelectionError  # there are several views, or it takes part in gradients
+        place = used[0]
+        proxy, copies = fx.Proxy(place, output.current_tracer), list[fx.Proxy]()
+        for (_, _, new), writes in zip(sides, written, strict=True):
+            copies.append(proxy)
+            if storage in writes:
+                copies[-1] = call("call_method", "clone", proxy).as_proxy()
+                new[0].prepend(copies[-1].node)
+                for user, name in itertools.product(new, used):
+                    user.replace_input_with(name, copies[-1].node)
+        value = call("call_function", torch.where, selecting, *(copies[::-1] if jumps_if else copies))
+        call("call_method", "copy_", proxy, value.as_proxy())
+        before.update((node, _state(node)) for node in names)
+    if any(_state(node) != before.get(node, _state(node)) for node in old):
         raise _NoSelectionError
-    # 4. Let gradients enter the side that is taken only.
+    # 5. Let gradients enter the side that is taken only.
     for (_, _, new), is_target in zip(sides, (False, True), strict=True):
-        for node in {arg for user in new for arg in user.all_input_nodes if arg in old}:
+        for node in dict.fromkeys(arg for user in new for arg in user.all_input_nodes if arg in old):
             if node.meta["example_value"].requires_grad:
                 proxy = fx.Proxy(node, output.current_tracer)
                 pair = proxy, call("call_method", "detach", proxy).as_proxy()
@@ -264,14 +307,21 @@ def _select(
                 places[0].prepend(places[1])
                 for user in new:
                     user.replace_input_with(node, places[0])
-
-    # 5. Select each variable that is needed later, and what is left on the stack.
+    # 6. Select each variable that is needed later, and what is left on the stack.
     def merged(one: Any, other: Any) -> Any:
         one, other = one.realize(), other.realize()
+        if one is other:
+            return other
         if one.is_python_constant() and other.is_python_constant():
             same = one.as_python_constant(), other.as_python_constant()
             if type(same[0]) is type(same[1]) and same[0] == same[1]:
                 return other
+        containers = dynamo.variables.TupleVariable, *[dynamo.variables.ConstDictVariable] * (len(ends) > 1)
+        if type(one) is type(other) and isinstance(one, containers) and len(one.items) == len(other.items):
+            if isinstance(one.items, list):
+                return one.clone(items=[*map(merged, one.items, other.items)])
+            if [*one.items] == [*other.items]:  # of what both sides return, nothing else is left
+                return one.clone(items={key: merged(value, other.items[key]) for key, value in one.items.items()})
         if not (isinstance(one, dynamo.variables.TensorVariable) and isinstance(other, type(one))):
             raise _NoSelectionError
         inputs = output.current_tracer.maybe_lift_tracked_freevar_to_input  # of the part that is a checkpoint's
@@ -282,7 +332,7 @@ def _select(
         if len(kinds) != 1 or values[0].requires_grad and _trained(nodes[0]) != _trained(nodes[1]):
             raise _NoSelectionError
         pair = proxies[::-1] if jumps_if else proxies
-        result = call("call_function", torch.where, chosen, *pair)
+        result = call("call_function", torch.where, selecting, *pair)
         place = translator.frame_summary()
         line = f'\n  File "{place.filename}", line {place.lineno}, in {place.name}\n    {place.line}'
         values.append(result.as_proxy().node.meta["example_value"])
@@ -294,8 +344,12 @@ def _select(
         raise _NoSelectionError
     live = dynamo.bytecode_analysis.livevars_analysis(translator.instructions, translator.instructions[end])
     pairs = list(zip(one_stack, other_stack, strict=True))
-    translator.stack = [other if one is other else merged(one, other) for one, other in pairs]
-    for name in ones.keys() | others.keys():
+    translator.stack = [merged(one, other) for one, other in pairs]
+    if of_values := [stop for stop in stops if translator.instructions[stop].opname == "RETURN_VALUE"]:
+        translator.instruction_pointer = of_values[0]
+    elif last.opname == "RETURN_CONST":
+        translator.pop()
+    for name in ones | others:
         one, other = ones.get(name), others.get(name)
         if one is other:
             continue
@@ -309,6 +363,17 @@ def _select(
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), Tensor)
+
+
+def _state(node: fx.Node) -> tuple[int, bool]:
+    """The version of a tensor, and whether it requires a gradient."""
+    value = node.meta["example_value"]
+    return value._version, value.requires_grad
+
+
+def _storages(values: Any) -> set[StorageWeakRef]:
+    leaves = pytree.tree_leaves(values)
+    return {StorageWeakRef(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, Tensor)}  # type: ignore[no-untyped-call]
 
 
 def _trained(node: fx.Node) -> set[fx.Node]:
@@ -327,23 +392,42 @@ def _trained(node: fx.Node) -> set[fx.Node]:
 
 
 @contextlib.contextmanager
-def _without_effects() -> Iterator[list[Any]]:
-    """While this runs, Dynamo refuses to change objects that were there before. Yields the ops that draw numbers."""
+def _without_effects() -> Iterator[tuple[list[Any], set[StorageWeakRef]]]:
+    """While this runs, Dynamo refuses to change objects that were there before, other than tensors.
+
+    Yields the ops that draw numbers, and the storages that are written.
+    """
     from torch._dynamo.current_scope_id import enter_new_scope
     from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables import ConstantVariable, ConstDictVariable, TensorVariable
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     dispatch: Callable[..., Any] = FakeTensorMode.dispatch
+    set_item: Callable[..., Any] = ConstDictVariable.call_method
     drawn: list[Any] = []
+    written: set[StorageWeakRef] = set()
 
-    def noted(self: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
             drawn.append(op)
-        return dispatch(self, op, *args, **kwargs)
+        for index, described in enumerate(op._schema.arguments if hasattr(op, "_schema") else ()):
+            if described.alias_info is not None and described.alias_info.is_write:
+                given = args[index] if index < len(args) else (kwargs or {}).get(described.name)
+                written.update(_storages(given))
+        return dispatch(self, op, types, args, kwargs)
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "__setitem__" and args[0] in self:  # ``self.count += 1`` puts the same tensor there again
+            pair = [value.realize() for value in (self.getitem_const(tx, args[0]), args[1])]
+            examples = [each.as_proxy().node.meta["example_value"] for each in pair if isinstance(each, TensorVariable)]
+            if len(examples) == 2 and examples[0] is examples[1]:
+                return ConstantVariable.create(None)
+        return set_item(self, tx, name, args, kwargs)
 
     with (
         enter_new_scope(),
         mock.patch.object(SideEffects, "snapshot_attr_mutation", lambda *_: False, create=True),
         mock.patch.object(FakeTensorMode, "dispatch", noted),
+        mock.patch.object(ConstDictVariable, "call_method", call_method),
     ):
-        yield drawn
+        yield drawn, written

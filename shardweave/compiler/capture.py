@@ -25,6 +25,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture_errors import (
+    PARAMETER_WAY_OUT,
     capture_error,
     module_and_line,
     readable_errors,
@@ -246,7 +247,6 @@ def _joint_graph(
                 raise changes[0].error
             reads = reads.without({change.shown for change in changes})  # a call of the model itself sets them
         _name_once(module)
-        _assign_data_in_place(module.graph)
         fold_constant_masks(module.graph)
         module.recompile()
         codegen = module.graph._codegen
@@ -261,22 +261,6 @@ def _joint_graph(
         if traced:
             save_graph(traced[0], joint.graph_module)
     return joint.graph_module, joint.out_spec, reads
-
-
-def _assign_data_in_place(graph: fx.Graph) -> None:
-    """Let ``x.data = value`` write into x, where the value has its shape and dtype: AOTAutograd refuses ``set_``."""
-    data_of: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
-    for node in graph.find_nodes(op="call_function", target=torch.Tensor.set_):
-        given = [each for each in node.args if isinstance(each, fx.Node)]
-        values = [each.meta["example_value"] for each in given]
-        if len(given) != 2 or len({(value.shape, value.dtype) for value in values}) != 1:
-            continue
-        with graph.inserting_before(node):
-            target, value = (graph.call_function(data_of, (each,)) for each in given)
-            graph.call_method("copy_", (target, value))
-        for user in list(node.users):  # it sets the version counter
-            graph.erase_node(user)
-        graph.erase_node(node)
 
 
 def _name_once(module: nn.Module) -> None:
@@ -390,7 +374,7 @@ def _captured_step(
                 what = f"parameter {target}" if target else f"input {names[described.mutated_input.idx]}"
                 reason, way_out = f"it changes its {what} in place", f"Copy that {what.split()[0]} first (.clone())."
                 if target:
-                    way_out = "Compute with a changed copy of it, or change it between steps, under torch.no_grad()."
+                    way_out = PARAMETER_WAY_OUT
                 raise capture_error(model, reason, *module_and_line(model, value), way_out_of(value, way_out))
             mutated[target] = value
         elif kind == "PlainAOTOutput":

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from shardweave.compiler.branches import CHANGED_PARAMETER
 from shardweave.compiler.dynamo_workarounds import HINTS
 from shardweave.ir import CaptureError, InternalError, ParallelError
 from shardweave.runtime import ParallelModule
@@ -78,7 +79,12 @@ def _error(module: nn.Module, name: str, what: str, way_out: str) -> CaptureErro
 _WAY_OUT = (
     "Write that line without branching on the values of tensors and without leaving the graph (torch.where, no "
     ".tolist(), no printing), then compile again. A branch may stay that only raises an error, or whose sides only "
-    "assign local variables, to tensors of the same shape that depend on the same parameters."
+    "assign local variables, return, or write into buffers, with tensors of the same shape that depend on the same "
+    "parameters."
+)
+PARAMETER_WAY_OUT = (
+    "Compute with a changed copy of it, or change it between steps, under torch.no_grad(). If the first call "
+    "initialises it, call the model once before it is compiled, with the same batch on all ranks."
 )
 _WAYS_OUT = {
     "embedding_renorm": "An embedding with max_norm changes its table in each call. Leave max_norm out, and keep the "
@@ -240,6 +246,8 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
         return "it raises AssertionError", _RAISED
     if text.startswith("Data-dependent branching"):
         return "a branch depends on the values of tensors", _WAY_OUT
+    if CHANGED_PARAMETER in text:
+        return CHANGED_PARAMETER, PARAMETER_WAY_OUT
     if "data-dependent expression" in text or "nbacked symbol" in text:
         return "a number depends on the values of tensors", _WAY_OUT
     explanation = re.search(r"Explanation: (.+)", text)

@@ -70,6 +70,9 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _no_input_gradients(model),
         _only_captured_hooks(model),
         _inner_gradients(),
+        _data_written_in_place(),
+        # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
+        mock.patch.object(nn.modules.module, "Buffer", type("_NoBuffer", (), {})),
     ):
         yield
 
@@ -579,6 +582,32 @@ def _inner_gradients() -> Iterator[None]:
         graph: Any = torch._dynamo.output_graph.OutputGraph
         check = "_check_requires_grad_intermediate_outputs"
         stack.enter_context(mock.patch.object(graph, check, lambda *_: None, create=True))
+        yield
+
+
+@contextlib.contextmanager
+def _data_written_in_place() -> Iterator[None]:
+    """Let Dynamo trace ``x.data = value`` as a write into x, where the value has its shape, dtype and device.
+
+    AOTAutograd refuses the ``set_`` that Dynamo makes of it.
+    """
+    variables: Any = torch._dynamo.variables
+    kind, place = getattr(variables.builtin, "SetAttrBuiltinVariable", None), "_call_setattr"
+    if kind is None:  # before torch 2.13
+        kind, place = variables.BuiltinVariable, "call_setattr"
+    original = getattr(kind, place)
+
+    def call_setattr(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
+        owner, value = owner.realize(), value.realize()
+        given = [each for each in (owner, value) if isinstance(each, variables.TensorVariable)]
+        if len(given) == 2 and name.is_python_constant() and name.as_python_constant() == "data":
+            tensors = [each.as_proxy().node.meta["example_value"] for each in given]
+            if len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) == 1:
+                into, source = (each.var_getattr(tx, "data") for each in given)
+                return into.call_method(tx, "copy_", [source], {})
+        return original(self, tx, owner, name, value)
+
+    with mock.patch.object(kind, place, call_setattr):
         yield
 
 

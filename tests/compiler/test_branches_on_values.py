@@ -187,8 +187,23 @@ class Branching(nn.Module):
         return hidden
 
     def returned(self, hidden: Tensor, is_large: Tensor) -> Tensor:
-        if is_large:
-            return hidden * 2
+        return self.pair(hidden, is_large)[1]["hidden"] * self.pair(hidden, ~is_large)[0]
+
+    def pair(self, hidden: Tensor, is_large: Tensor) -> tuple[Tensor | int, dict[str, Tensor]]:
+        with torch.no_grad():
+            hidden = hidden + 0
+        if is_large.item():
+            return 2, {"hidden": self.up.bias * hidden}
+        hidden = hidden * 2
+        if hidden.amax() < -1 or is_large:
+            return 2, {"hidden": (self.up.bias * 3).expand_as(hidden)}
+        return 2, {"hidden": self.up.bias * hidden.sin()}
+
+    def returned_in_loop(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        for _ in range(2):
+            if is_large:
+                return hidden
+            hidden = hidden * 2
         return hidden
 
     def cut(self, hidden: Tensor, is_large: Tensor) -> Tensor:
@@ -208,7 +223,10 @@ class Branching(nn.Module):
         return hidden
 
 
-DOING_MORE = ["drawn", "counted", "listed", "in_place", "returned", "cut", "looped", "of_other_parameters"]
+DOING_MORE = ["drawn", "counted", "listed", "in_place", "returned_in_loop", "cut", "looped", "of_other_parameters"]
+
+
+SELECTED = ["clamped", "checkpointed", "infinite", "nested", "numbered", "of_parameter", "returned"]
 
 
 @pytest.mark.parametrize("kind", DOING_MORE)
@@ -222,7 +240,7 @@ def test_what_a_branch_assigns_must_not_be_written_in_place_later() -> None:
         capture(Branching("aliased"), torch.ones(4, 8))
 
 
-@pytest.mark.parametrize("kind", ["clamped", "checkpointed", "infinite", "nested", "numbered", "of_parameter"])
+@pytest.mark.parametrize("kind", SELECTED)
 def test_a_branch_that_assigns_trains_as_on_one_device(kind: str, pool: WorkerPool) -> None:
     trains_as_on_one_device(Case(kind, partial(Branching, kind), draw), pool)
 
@@ -245,6 +263,64 @@ def trains_as_on_one_device(case: Case, pool: WorkerPool, ways: list[Way] = WAYS
     steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
     run = partial(same_in_both_worlds, partial(losses_and_gradients, case), steps, [way.name for way in ways], case)
     assert pool.run(run, nprocs=4) == [[]] * 4
+
+
+class Initialised(nn.Module):
+    """Has a codebook that the first call initialises, a mean that warms up, and a count of large batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready, self.steps = nn.Buffer(torch.tensor(False)), nn.Buffer(torch.tensor(0))
+        self.codes, self.mean, self.large = (nn.Buffer(torch.zeros(size)) for size in ((4, 8), (8,), (1,)))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.initialise(x)
+        with torch.no_grad():
+            if self.steps < 1:
+                self.mean.copy_(x.mean(0))
+            else:
+                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+                if self.codes.amax() > 10 or x.amax() > 10:
+                    self.large += 1
+                    self.mean[1:4] = 0
+            self.steps += 1
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        return (self.down(self.up(x - self.mean + self.codes[nearest])) * (1 + self.large)).square().mean()
+
+    @torch.no_grad()
+    def initialise(self, x: Tensor) -> None:
+        if self.is_ready:
+            return
+        self.codes.data.copy_(x[:4] * 2)
+        self.is_ready.fill_(True)
+
+
+def test_buffers_that_a_branch_writes_train_as_on_one_device(pool: WorkerPool) -> None:
+    trains_as_on_one_device(Case("initialised", Initialised, draw), pool, [Way("tensor", {"up": (2, 1, 1, 2)})])
+
+
+class Normalized(nn.Module):
+    """Initialises trained parameters in its first call, as flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready, self.bias = nn.Buffer(torch.tensor(0)), nn.Parameter(torch.zeros(8))
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.bias.data.copy_(-x.mean(0))
+            self.is_ready.fill_(1)
+        return self.up(x + self.bias).square().mean()
+
+
+def test_parameters_that_a_branch_writes_are_refused_with_a_way_out() -> None:
+    model, x = Normalized(), torch.randn(4, 8)
+    with pytest.raises(CaptureError, match=r"(?s)changes a parameter.*if not self.is_ready:.*call the model once"):
+        capture(model, x)
+    model(x)
+    assert_computes(capture(model, x), model, (x,), {})
 
 
 def test_numbers_of_buffers_train_as_on_one_device(pool: WorkerPool) -> None:
