@@ -30,6 +30,7 @@ ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MAX_BYTES = 2**30
 """Of each tensor that is computed for a mask; larger masks stay, as computing them takes memory and seconds."""
+_INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64}
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior, operator.ixor}
 
 
@@ -208,9 +209,15 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
     """While this runs, Dynamo takes numbers that are computed from buffers and constants alone as constants.
 
     These are the conditions of branches, what ``.item()`` and ``int()`` return, and tensors in the place of numbers,
-    as in ``pad(x, (padding, 0))``. Yields Dynamo's sources of the buffers and their values, which become constants of
+    as in ``pad(x, (padding, 0))``. Where another tensor of one integer is an index, as in ``x[:, t]``, an op selects by
+    it, whose result is a copy. Yields Dynamo's sources of the buffers and their values, which become constants of
     the step. Tensors of the model that are neither buffers nor parameters are handled alike. Buffers in one of the
     storages `changing` are left out: the forward writes them.
+
+    Raises
+    ------
+    RuntimeError
+        A tensor that was indexed by a tensor, or the result, is written in place later: in eager mode that is a view.
     """
     from torch._dynamo import utils
     from torch._dynamo.variables import ConstantVariable, TensorVariable
@@ -220,6 +227,7 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
     running: list[fx.Node] = []
     scalar = torch.ops.aten._local_scalar_dense.default
     scalar_of, run, item = op_implementations_dict[scalar], utils.run_node, TensorVariable.method_item
+    indexed: list[tuple[Tensor, int, str]] = []
 
     def number(node: fx.Node) -> Any:
         """The number in a node of Dynamo's graph; None if it is no constant."""
@@ -247,9 +255,25 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
     def run_noted(tracer: Any, node: fx.Node, *args: Any) -> Any:
         running.append(node)
         try:
-            return run(tracer, node, *args)
+            if node.target is not operator.getitem or not has_open_index(node):
+                return run(tracer, node, *args)
+            node.target = _selected
+            result = run(tracer, node, *args)
+            examples = node.all_input_nodes[0].meta["example_value"], result
+            indexed.extend((value, value._version, node.stack_trace or "") for value in examples)
+            return result
         finally:
             running.pop()
+
+    def has_open_index(node: fx.Node) -> bool:
+        """Whether all tensors in an index are integers without dimensions, one of which is no constant."""
+        index: Any = node.args[1]
+        given = [each for each in (index if isinstance(index, tuple) else (index,)) if isinstance(each, fx.Node)]
+        values = [each.meta["example_value"] for each in (node.all_input_nodes[0], *given)]
+        if not given or not all(isinstance(value, Tensor) for value in values):
+            return False
+        are_numbers = all(not value.dim() and value.dtype in _INTEGERS for value in values[1:])
+        return are_numbers and any(number(each) is None for each in given)
 
     def item_of(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         found = number(self.proxy.node)
@@ -268,6 +292,22 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
         branches_traced(branch),
     ):
         yield taken
+    for value, version, line in indexed:
+        if value._version != version:
+            raise RuntimeError(f"what is indexed by a tensor, or the result, is written in place later\n{line}")
+
+
+def _selected(x: Tensor, index: Any) -> Tensor:
+    """``x[index]``, where what is a tensor in the index is an integer. The result is a copy."""
+    index = index if isinstance(index, tuple) else (index,)
+    dim = 0
+    for place, each in enumerate(index):
+        if isinstance(each, Tensor):
+            row = torch.where(each < 0, each + x.shape[dim], each).reshape(1)
+            x = x.index_select(dim, row)
+        left = sum(other is not None for other in index[place + 1 :])
+        dim = x.dim() - left if each is ... else dim + (each is not None)
+    return x[tuple(0 if isinstance(each, Tensor) else each for each in index)]
 
 
 def _value_of_buffers(node: fx.Node, sources: dict[Any, Tensor], known: dict[fx.Node, Any]) -> Any:

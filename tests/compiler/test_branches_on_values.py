@@ -330,3 +330,36 @@ def test_numbers_of_buffers_train_as_on_one_device(pool: WorkerPool) -> None:
 def test_numbers_of_buffers_that_are_written_train_as_on_one_device(pool: WorkerPool) -> None:
     ways = [Way("zdp", {"*": "zdp"}), Way("tensor and data", {"up": (2, 1, 1, 2)})]
     trains_as_on_one_device(Case("written", Written, draw), pool, ways)
+
+
+class Indexed(nn.Module):
+    """Looks rows and columns up by tensors of one integer, such as a step that the forward counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.two = nn.Buffer(torch.tensor(1)), nn.Buffer(torch.tensor(2))
+        self.table, self.up = nn.Parameter(torch.linspace(-1, 1, 4 * 3 * 8).view(4, 3, 8)), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        last = self.step % 3 - 3
+        hidden = x * self.table[self.two, last] + self.table[..., last, :].sum(0)
+        hidden = hidden + self.table[None, last, 0:2, last].sum()
+        place = self.table.sum((0, 1)).argmax()
+        return (self.up(hidden + x[:, place][:, None]) * torch.linspace(1, 2, 5)[self.step]).square().mean()
+
+
+def test_indices_that_are_tensors_train_as_on_one_device(pool: WorkerPool) -> None:
+    ways = [Way("zdp", {"*": "zdp"}), Way("tensor and data", {"up": (2, 1, 1, 2)})]
+    trains_as_on_one_device(Case("indexed", Indexed, draw), pool, ways)
+
+
+def test_what_a_tensor_indexes_must_not_be_written_in_place() -> None:
+    class Writes(Indexed):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            hidden[:, hidden.sum(0).argmax()].mul_(2)
+            return hidden
+
+    with pytest.raises(CaptureError, match=r"what is indexed by a tensor.*\n.*in forward: hidden\[:, hidden"):
+        capture(Writes(), torch.ones(4, 8))
