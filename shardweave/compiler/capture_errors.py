@@ -86,6 +86,10 @@ PARAMETER_WAY_OUT = (
     "Compute with a changed copy of it, or change it between steps, under torch.no_grad(). If the first call "
     "initialises it, call the model once before it is compiled, with the same batch on all ranks."
 )
+_ARRAY_WAY_OUT = (
+    "Make the array a list of Python numbers, or a tensor, where the model is built: array.tolist(), "
+    "torch.from_numpy(array). Numbers of numpy, and what numpy computes from numbers alone, are captured."
+)
 _WAYS_OUT = {
     "embedding_renorm": "An embedding with max_norm changes its table in each call. Leave max_norm out, and keep the "
     "rows within it by a line before each call, on all ranks: weight.data.copy_(torch.renorm(weight.detach(), "
@@ -246,6 +250,8 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
         return "it raises AssertionError", _RAISED
     if text.startswith("Data-dependent branching"):
         return "a branch depends on the values of tensors", _WAY_OUT
+    if "object has no attribute 'item'" in text:
+        return "it takes a number out of an array of numpy", _ARRAY_WAY_OUT
     if CHANGED_PARAMETER in text:
         return CHANGED_PARAMETER, PARAMETER_WAY_OUT
     if "data-dependent expression" in text or "nbacked symbol" in text:

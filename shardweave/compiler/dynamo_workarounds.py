@@ -42,6 +42,7 @@ HINTS = {
     "from them by gather: with one direction that is the same.",
     "retain_grad(": "Pass a tensor of zeros that requires a gradient, and add it to that value: its gradient is the "
     "value's.",
+    "np.random.": "Draw with torch (torch.rand, torch.randn), or pass what you have drawn to the call.",
     "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
 }
 """The way out for a source line that stops a capture, by a word in that line."""
@@ -71,6 +72,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _only_captured_hooks(model),
         _inner_gradients(),
         _data_written_in_place(),
+        _numpy_numbers(),
+        mock.patch.object(sys.modules["torch._higher_order_ops.cond"], "cond_op", _cond),
         # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
         mock.patch.object(nn.modules.module, "Buffer", type("_NoBuffer", (), {})),
     ):
@@ -608,6 +611,44 @@ def _data_written_in_place() -> Iterator[None]:
         return original(self, tx, owner, name, value)
 
     with mock.patch.object(kind, place, call_setattr):
+        yield
+
+
+def _cond(condition: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """`torch.cond` as a branch, of which `branches_selected` makes ops."""
+    if condition:
+        return true(*operands)
+    return false(*operands)
+
+
+@contextlib.contextmanager
+def _numpy_numbers() -> Iterator[None]:
+    """Let Dynamo take numbers of numpy as Python's: those of the model, and those that numpy computes from constants.
+
+    It makes tensors of them, which are no numbers for ``float(...)`` or ``range(...)``.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        yield
+        return
+    variables: Any = torch._dynamo.variables
+    builder, function = variables.builder.VariableBuilder, variables.NumpyVariable
+    wrap, call = builder._wrap, function.call_function
+
+    def wrapped(self: Any, value: Any) -> Any:
+        return wrap(self, value.item() if isinstance(value, (numpy.number, numpy.bool_)) else value)
+
+    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        of_numpy = getattr(self.value, "__module__", "") in ("numpy", "numpy.linalg")  # numpy.random draws
+        given = [each.realize() for each in (*args, *kwargs.values())]
+        if (of_numpy or isinstance(self.value, numpy.ufunc)) and all(each.is_python_constant() for each in given):
+            named = {name: each.as_python_constant() for name, each in kwargs.items()}
+            found = self.value(*(each.as_python_constant() for each in args), **named)
+            if isinstance(found, (numpy.number, numpy.bool_, int, float)):
+                return variables.ConstantVariable.create(found.item() if isinstance(found, numpy.generic) else found)
+        return call(self, tx, args, kwargs)
+
+    with mock.patch.object(builder, "_wrap", wrapped), mock.patch.object(function, "call_function", called):
         yield
 
 

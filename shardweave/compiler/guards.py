@@ -297,7 +297,9 @@ class _Numbers:
         self._digest = digest
         self._known: Any = WeakIdKeyDictionary()
 
-    def __call__(self, tensor: Tensor) -> Any:
+    def __call__(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):  # an array or a number of numpy
+            return _digest(torch.as_tensor(tensor))
         version, numbers = self._known.get(tensor, (None, ()))
         if version != tensor._version or (tensor.device.type == "cpu" and not self._digest):
             numbers = _digest(tensor) if self._digest else tuple(tensor.detach().flatten().tolist())
@@ -334,16 +336,17 @@ def reads_of(
     graph = module._dynamo_bytecode_flatten.out.graph_capture_output.output_graph
     function, _ = get_traced_fn(model)
     free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    expressions = _SourceExpressions(function.__code__.co_varnames[0], function.__globals__, graph.import_sources, free)
-    touched: dict[str, Any] = {}
     registered = effects.storages.union(map(storage_of, (*model.parameters(), *model.buffers())))
+    self_name, imports = function.__code__.co_varnames[0], graph.import_sources
+    expressions = _SourceExpressions(self_name, function.__globals__, imports, free, registered)
+    touched: dict[str, Any] = {}
     for guard in graph.guards:
         source = guard.originating_source
         expressions.add(source, guard)
         if guard.create_fn_name() == "TENSOR_MATCH" and expressions.is_of_user(list(_chain(source))):
-            tensor = expressions.value_of(source, model)
-            if type(tensor) is Tensor and not tensor.requires_grad and storage_of(tensor) not in registered:
-                expressions.add_numbers(source, digest=True)
+            is_array = type(source).__name__ == "NumpyTensorSource"
+            if is_array or _is_free(expressions.value_of(source, model), registered):
+                expressions.add_numbers(source.base if is_array else source, digest=True)
         touched.setdefault(source.name, source)
     for source in buffers:
         expressions.add_numbers(source)
@@ -404,6 +407,11 @@ def _changed(model: nn.Module, expressions: _SourceExpressions, written: _Write,
     return [Change(owner, written.key, written.is_attribute, written.value, shown, error)]
 
 
+def _is_free(value: Any, registered: set[int]) -> bool:
+    """Whether a value is a tensor that is neither a parameter nor a buffer: a constant of the step."""
+    return type(value) is Tensor and not value.requires_grad and storage_of(value) not in registered
+
+
 def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and isinstance(one, PLAIN_TYPES) and bool(one == other)
 
@@ -417,7 +425,9 @@ class _SourceExpressions:
         names: dict[str, Any],
         imports: dict[str, str],
         free: dict[str, types.CellType],
+        registered: set[int],
     ) -> None:
+        self.registered = registered
         self.self_name, self.globals, self.imports, self.free = self_name, names, imports, free
         self.names: dict[str, object] = {"G": names}
         self.reads: dict[str, Read] = {}
@@ -499,7 +509,9 @@ class _SourceExpressions:
             if source.local_name == self.self_name:
                 return "model"
             cell = self.free[source.local_name]
-            if isinstance(cell.cell_contents, (nn.Module, Tensor)):  # a step must not keep the model alive
+            value = cell.cell_contents
+            of_model = isinstance(value, (nn.Module, Tensor)) and not _is_free(value, self.registered)
+            if of_model:  # a step must not keep the model alive
                 return f"closed_over_{source.local_name}"
             self.names[f"cell_{source.local_name}"] = cell
             return f"cell_{source.local_name}.cell_contents"

@@ -261,6 +261,8 @@ def plain(value: Any) -> Any:
 
     Nothing that is kept can keep a model alive.
     """
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():  # a number, some of which are floats
+        return type(value).__name__, value.item()
     if isinstance(value, (*PLAIN_TYPES, enum.Enum, type, types.ModuleType, types.BuiltinFunctionType)):
         return value
     if isinstance(value, tuple):
@@ -270,6 +272,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return value.__code__
     return type(value)
+
+
+def _kinds(value: Any) -> Any:
+    """The type of a value that `plain` kept, or the types of what it contains."""
+    kind = type(value)
+    return kind(map(_kinds, value)) if kind is tuple or kind is frozenset else kind
 
 
 class Reads:
@@ -321,12 +329,12 @@ class Reads:
             before = look(model)
         except Exception:  # one of them cannot be read: see `values`
             return lambda _: False
-        kinds = [*map(type, before)]  # 2 and 2.0 make tensors of other dtypes
+        kinds = [*map(_kinds, before)]  # 2 and 2.0 make tensors of other dtypes
 
         def is_unchanged(module: nn.Module) -> bool:
             try:
                 now = look(module)
-                return bool(now == before) and [*map(type, now)] == kinds
+                return bool(now == before) and [*map(_kinds, now)] == kinds
             except Exception:  # as above; or tensors that cannot be compared
                 return False
 
@@ -389,7 +397,7 @@ class ConstantsCheck:
 
     def _changed(self, reads: Reads, before: list[Any], module: nn.Module, root: str) -> list[ChangedConstant]:
         triples = zip(reads.reads, before, reads.values(module), strict=True)
-        different = [(read, was, value) for read, was, value in triples if was != value or type(was) is not type(value)]
+        different = [(read, was, value) for read, was, value in triples if was != value or _kinds(was) != _kinds(value)]
         return [ChangedConstant(re.sub(r"\bmodel\b", root, read.shown, count=1), *pair) for read, *pair in different]
 
 

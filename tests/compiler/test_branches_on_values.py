@@ -199,6 +199,10 @@ class Branching(nn.Module):
             return 2, {"hidden": (self.up.bias * 3).expand_as(hidden)}
         return 2, {"hidden": self.up.bias * hidden.sin()}
 
+    def conditional(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        result: Tensor = torch.cond(is_large, lambda x: x.sin(), lambda x: x * 2, (hidden,))
+        return result
+
     def returned_in_loop(self, hidden: Tensor, is_large: Tensor) -> Tensor:
         for _ in range(2):
             if is_large:
@@ -226,7 +230,7 @@ class Branching(nn.Module):
 DOING_MORE = ["drawn", "counted", "listed", "in_place", "returned_in_loop", "cut", "looped", "of_other_parameters"]
 
 
-SELECTED = ["clamped", "checkpointed", "infinite", "nested", "numbered", "of_parameter", "returned"]
+SELECTED = ["clamped", "checkpointed", "infinite", "nested", "numbered", "of_parameter", "returned", "conditional"]
 
 
 @pytest.mark.parametrize("kind", DOING_MORE)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -199,6 +200,10 @@ VALUES: dict[str, tuple[Any, Any, Callable[[Tensor, Any], Tensor]]] = {
     "method": (Plain(1.0).times, Plain(2.0).times, lambda x, v: v(x)),
     "function": (torch.sin, torch.cos, lambda x, v: v(x)),
     "class": (Plain, Config, lambda x, v: x * (2.0 if v is Plain else 3.0)),
+    "bool in a tuple": ((1,), (True,), lambda x, v: x * (2.0 if isinstance(v[0], bool) else 3.0)),
+    "integer of numpy": (numpy.int64(2), numpy.int64(3), lambda x, v: x * float(v) + sum(1.0 for _ in range(v))),
+    "number of numpy": (numpy.float32(2), numpy.float64(2), lambda x, v: x * v if type(v) is float else x * float(v)),
+    "array": (numpy.ones(2), numpy.ones(2) * 2, lambda x, v: x * torch.from_numpy(v).sum()),
     "tensor": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), lambda x, v: x * v.sum()),
 }
 
@@ -223,6 +228,40 @@ def test_a_value_of_each_kind_is_followed(name: str) -> None:
         model.config.value = value  # type: ignore[attr-defined]
         torch.testing.assert_close(parallel(BATCH), model(BATCH))
         assert len(parallel._steps) == num_steps
+
+
+def test_a_tensor_in_a_closure_is_followed() -> None:
+    table = torch.ones(8)
+
+    class Closed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * table).sum()
+
+    model = Closed()
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    table = torch.full((8,), 2.0)
+    with pytest.warns(UserWarning, match="compiled again, as table is"):
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
+
+
+def test_what_numpy_computes_from_constants_is_a_constant() -> None:
+    def use(x: Tensor, value: Any) -> Tensor:
+        size = float(numpy.sqrt(x.shape[-1])) * int(numpy.prod(x.shape)) * numpy.float64(value)
+        return x * size * numpy.clip(3, 0, 2) * numpy.log(2.0)
+
+    model = Reading(0.5, use)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    torch.testing.assert_close(parallel(BATCH), model(BATCH))
+    with pytest.raises(CaptureError, match=r"(?s)takes a number out of an array.*array.tolist"):
+        sw.compile_parallel(Reading(numpy.ones(2), lambda x, v: x * float(v[0])), sw.Cluster.local(1), BATCH)
+    with pytest.raises(CaptureError, match=r"Draw with torch"):
+        import numpy as np
+
+        sw.compile_parallel(Reading(1, lambda x, v: x * float(np.random.rand())), sw.Cluster.local(1), BATCH)
 
 
 def test_a_tensor_that_is_no_buffer_is_followed_when_it_is_written_in_place() -> None:
