@@ -34,11 +34,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import shardweave as sw
 from benchmarks.measure_models import Measured, dgx, percent
-from benchmarks.zoo_models import LIBRARIES, Entry, Inputs, WithLoss, build, entries
+from benchmarks.zoo_models import LIBRARIES, Entry, Inputs, PositionalInputs, WithLoss, build, entries
 from benchmarks.zoo_page import LEARNING_RATE, RANKS, SLOWER, STEPS, TOLERANCES, Result, page
+from benchmarks.zoo_sizes import BATCH, HIDDEN
 from shardweave.ir import Captured
 from shardweave.passes import Compiled
 from shardweave.sharding import unruled_ops
@@ -151,10 +153,10 @@ def slow_gpus() -> sw.Cluster:
 
 
 def converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    return {
-        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
+    def one(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return cast(Inputs, tree_map(one, inputs))
 
 
 def trained(step: nn.Module, inputs: Inputs, seed: int) -> Tensor:
@@ -305,6 +307,7 @@ class Runner:
         self.context = multiprocessing.get_context("fork")
 
     def run(self, waiting: list[Entry]) -> None:
+        warm_up()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         running: list[Running] = []
         with (
@@ -354,6 +357,13 @@ class Runner:
                     each.last.cause = ended_by(-signal.SIGXCPU, self.seconds)
                 ended.append(each)
         return ended
+
+
+def warm_up() -> None:
+    """Capture a small model, so that what torch imports and builds for that is there before the processes fork."""
+    inputs = {"x": torch.randn(BATCH, HIDDEN)}
+    step = WithLoss(PositionalInputs(nn.Linear(HIDDEN, HIDDEN)))
+    unruled_ops(Measured(step, slow_gpus(), ((), inputs), OPTIONS, None).annotated.captured.graph.graph)
 
 
 def ended_by(code: int, seconds: int) -> str:
@@ -410,6 +420,7 @@ def main() -> None:
             )
         ]
         command = f"python -m benchmarks.zoo --library {given.library}"
+        command += f" --until {given.until}" if given.until != STAGES[-1] else ""
         command += "".join(f" --{name} ..." for name in ("only", "first") if getattr(given, name))
         Runner(file, given.jobs, given.time_limit, int(given.memory_limit * 2**30), given.until, command).run(wanted)
     found = list(results_of(file).values())

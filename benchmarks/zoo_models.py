@@ -7,10 +7,13 @@ few settings that names do not tell.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import importlib
 import importlib.util
 import inspect
 import re
+import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-BATCH, LENGTH, IMAGE, HIDDEN, HEADS, LAYERS, VOCABULARY = 8, 16, 32, 64, 4, 2, 256
+from benchmarks.zoo_sizes import AXES, BATCH, HIDDEN, HINTS, IMAGE, LENGTH, VOCABULARY, small_settings
+
 LIBRARIES = ("transformers", "diffusers", "torchvision", "timm")
 Inputs = dict[str, Any]
 
@@ -61,183 +65,8 @@ class PositionalInputs(nn.Module):
         super().__init__()
         self.inner = model
 
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x)
-
-
-# -- sizes, by the names of settings
-
-WIDTHS = (
-    "hidden_size|d_model|n_embd|embed_dim|dim|hidden_dim|embedding_size|emb_dim|embedding_dim|width|word_embed_proj_dim|"
-    r"\w*_hidden_size|\w*_hidden_dim|\w*_embed_dim|lru_width|projection_dim|output_dim|mask_feature_size|"
-    "out_hidden_size|pooler_output_size|text_embed_dim|caption_channels|cross_attention_dim|joint_attention_dim|"
-    r"pooled_projection_dim|codevector_dim|proj_codevector_dim|classifier_proj_size|xvector_output_dim|inner_dim|"
-    r"text_dim|cap_feat_dim|feature_size|linear_key_head_dim_total|hidden_channels|encoder_hid_dim"
-)
-INNER = r"\w*intermediate_size|\w*ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|dim_feedforward|ff_dim"
-SIZES: tuple[tuple[str, int | Callable[[int], int]], ...] = (
-    (r"\w*vocab_size\w*|vocab_size_\w*", VOCABULARY),
-    (r"\w*(key_value|kv|linear_num_key|num_key)_heads?|n_kv_heads?|multi_query_group_num", 2),
-    (r"qk_rope_head_dim|rotary_dim|index_head_dim", 8),
-    ("qk_head_dim", 24),
-    (r"\w*head_dim|d_kv|dim_head|attention_key_dim|kv_channels", 16),
-    (r"\w*_heads?|n_heads?|num_heads|\w*attention_heads", lambda size: min(size, HEADS)),
-    ("num_feat_extract_layers", lambda size: size),
-    (r"num_kv_shared_layers|num_nextn_predict_layers|mtp_num_hidden_layers", 0),
-    ("first_k_dense_replace|moe_layer_start_index|decoder_sparse_step|moe_layer_freq|moe_every_n_layers", 1),
-    (
-        r"num_\w*layers|\w*_layers|n_layers?|num_layer|\w*depth|num_blocks|num_hidden_groups",
-        lambda size: min(size, LAYERS),
-    ),
-    (r"\w*experts_per_tok(en)?|moe_topk|moe_k|top_k|num_selected_experts|router_top_k|experts_top_k", 2),
-    (r"n_group|topk_group|expert_model_parallel_size", 1),
-    (r"\w*num_experts|n_routed_experts|num_local_experts|moe_num_experts", lambda size: min(size, 4)),
-    (r"q_lora_rank|kv_lora_rank|\w*_lora_rank|\w*_low_rank_dim|time_step_rank", lambda size: min(size, 16)),
-    ("image_size|sample_size|crop_size|pretrain_image_size|img_size|input_image_size", IMAGE),
-    ("patch_size", lambda size: min(size, 8)),
-    (
-        r"max_position_embeddings|n_positions|max_seq_len\w*|max_sequence_length|max_target_positions|n_ctx|seq_length|"
-        "max_source_positions|max_position|context_length|model_max_length",
-        lambda size: min(size, 128),
-    ),
-    (
-        "sliding_window|attention_window|local_attention|window_size|index_topk|attention_chunk_size",
-        lambda size: min(size, 8),
-    ),
-    ("attention_hidden_size", 2 * HIDDEN),  # of both streams
-    (WIDTHS, lambda size: min(size, HIDDEN)),
-    (INNER, lambda size: min(size, 2 * HIDDEN)),
-    ("num_queries", lambda size: min(size, 16)),
-    ("num_groups", lambda size: min(size, 8)),
-    ("upsample_groups", HIDDEN),
-    ("num_labels", 4),
-)
-DEPTHS = re.compile(r"(encoder_)?depths?|num_blocks|\w*_layers|layers_per_block|blocks_per_stage|stage_num\w*")
-HEAD_LISTS = re.compile(r"\w*_heads?\w*|heads|attention_head_dim")
-WIDTH_LISTS = re.compile(r"\w*hidden_sizes|embed_dims?|dims|\w*_channels|encoder_channel_dim|embed_dim_per_stage")
-TOKEN = re.compile(r"\w*_token_(id|index)|\w*token_id|\w*token_index|bos_id|eos_id|\w*_token_idx")
-
-HINTS: dict[str, dict[str, Any]] = {
-    "longformer": {"attention_window": [8, 8]},
-    "led": {"attention_window": [8, 8]},
-    "big_bird": {"attention_type": "original_full"},
-    "bigbird_pegasus": {"attention_type": "original_full"},
-    "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [32, 32], "attn_layers": ["local", "local"]},
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
-    "mamba2": {"num_heads": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "efficientnet": {"hidden_dim": 2560},
-    "whisper": {"max_source_positions": 16, "num_mel_bins": 16},
-    "nemotron3_diarization_audio": {"num_key_value_heads": HEADS},  # its values are of every head
-    "nemotron3_5_transcribe_asr_audio": {"num_key_value_heads": HEADS},
-    "nemotron3_5_transcribe_word_timestamp": {"num_key_value_heads": HEADS},
-    "AutoencoderKL": {"norm_num_groups": 8},
-    "UNet2DModel": {"norm_num_groups": 8},
-    "UNet2DConditionModel": {"norm_num_groups": 8},
-    "FluxTransformer2DModel": {"axes_dims_rope": (4, 6, 6)},
-}
-"""Settings of an architecture or a part of one, by its name in the library, that cannot be found by their own names."""
-
-
-def small_number(name: str, size: int) -> int:
-    """The small value of a setting.
-
-    >>> small_number("num_hidden_layers", 32), small_number("vocab_size", 50257), small_number("num_channels", 3)
-    (2, 256, 3)
-    """
-    for pattern, small in SIZES:
-        if re.fullmatch(pattern, name):
-            return min(size, small) if isinstance(small, int) else small(size)
-    return size
-
-
-def small_numbers(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The small values of a setting with one number a stage: the ratio of widths and heads is kept.
-
-    >>> small_numbers("depths", (3, 4, 6, 3)), small_numbers("hidden_sizes", (96, 192, 384))
-    ((1, 1, 1, 1), (32, 64, 128))
-    """
-    if not sizes or min(sizes) <= 0:
-        return sizes
-    if DEPTHS.fullmatch(name):
-        return tuple(min(size, 1) for size in sizes)
-    if HEAD_LISTS.fullmatch(name):
-        return tuple(max(1, size // min(sizes)) for size in sizes)
-    if WIDTH_LISTS.fullmatch(name) and min(sizes) > 32:
-        return tuple(size * 32 // min(sizes) for size in sizes)
-    return sizes
-
-
-def small_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config that change when it is made small.
-
-    Lists with one item a layer are cut to the first layer of each kind.
-    """
-    changed: dict[str, Any] = {}
-    # 1. Numbers and lists of numbers.
-    for name, value in settings.items():
-        if isinstance(value, bool) or name.startswith("_"):
-            continue
-        if isinstance(value, int):
-            changed[name] = small_number(name, value)
-        elif isinstance(value, float) and re.search("drop|mask_.*prob", name):
-            changed[name] = 0.0
-        elif isinstance(value, (list, tuple)) and value and all(type(each) is int for each in value):
-            changed[name] = type(value)(small_numbers(name, tuple(value)))
-            if re.search("indices$|indexes$", name):  # of layers
-                changed[name] = list(range(len(value)))
-        elif isinstance(value, dict):
-            changed[name] = small_mapping(value)
-    if "apply_spec_augment" in settings:
-        changed["apply_spec_augment"] = False
-    if "kv_lora_rank" in settings and "num_key_value_heads" in changed:  # its keys and values are of every head
-        changed["num_key_value_heads"] = changed.get("num_attention_heads", HEADS)
-    if "qk_rope_head_dim" in changed and "head_dim" in changed:  # the size that is rotated
-        changed["head_dim"] = changed["qk_rope_head_dim"]
-    given = {
-        "head_dim": HIDDEN // HEADS,
-        "prediction_length": 8,
-        "default_language": "en_XX",
-        "vocab_size": VOCABULARY,
-        "num_experts_per_tok": 2,
-    }
-    if "kv_lora_rank" in settings:
-        del given["head_dim"]
-    changed |= {name: value for name, value in given.items() if settings.get(name, value) is None}
-    # 2. Lists with one item a layer.
-    for name in ("num_hidden_layers", "n_layer", "num_layers"):
-        layers = settings.get(name)
-        if not isinstance(layers, int):
-            continue
-        lists = {key: each for key, each in settings.items() if isinstance(each, (list, tuple)) and len(each) == layers}
-        rows = list(zip(*lists.values())) if lists and layers > LAYERS else []
-        kept = sorted({str(row): index for index, row in reversed(list(enumerate(rows)))}.values())[:4]
-        if len(kept) == 1:
-            kept = [kept[0], kept[0] + 1]
-        if kept:
-            changed[name] = len(kept)
-            changed |= {key: [changed.get(key, value)[index] for index in kept] for key, value in lists.items()}
-        taken = [len(changed[key]) for key in settings if re.search("indices$|indexes$", key) and key in changed]
-        changed[name] = max(changed.get(name, layers), *taken, 0)
-    # 3. Special tokens lie in the vocabulary, each by itself.
-    free = VOCABULARY - 1
-    for name, value in settings.items():
-        if not TOKEN.fullmatch(name):
-            continue
-        if isinstance(value, int) and not isinstance(value, bool) and value >= VOCABULARY // 2:
-            changed[name] = free
-            free -= 1
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
-            changed[name] = [min(each, 2) for each in value][:1]
-    return {name: value for name, value in changed.items() if value != settings[name]}
-
-
-def small_mapping(value: dict[str, Any]) -> dict[str, Any]:
-    """Settings of rotary embeddings: the sections of several axes are those of the small head."""
-    return {
-        key: [4, 2, 2] if key == "mrope_section" else small_mapping(each) if isinstance(each, dict) else each
-        for key, each in value.items()
-    }
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(*inputs.values())
 
 
 # -- transformers
@@ -411,6 +240,7 @@ def diffusers_entries() -> list[Entry]:
         if name.startswith(("Auto", "VQ", "Consistency")):
             group = "autoencoder"
         if re.search("Model$|DiT$|VAE$|Autoencoder|^VQ", name) and name not in ("ModelMixin", "AutoModel"):
+            getattr(library, name)  # imported here, once, not in the process of each
             grouped.setdefault(group, []).append(Entry("diffusers", group, name, name))
     return in_turn(grouped.values())
 
@@ -420,43 +250,94 @@ def diffusers_model(entry: Entry) -> tuple[nn.Module, list[Inputs]]:
     kind = getattr(importlib.import_module("diffusers"), entry.model)
     parameters = inspect.signature(kind.__init__).parameters.values()
     settings = {each.name: each.default for each in parameters if each.default is not each.empty}
-    model = kind(**{**small_settings(settings), **HINTS.get(entry.name, {})})
+    changed = {**small_settings(settings), **HINTS.get(entry.name, {})}
+    if isinstance(settings.get("sample_size"), int):
+        changed["sample_size"] = IMAGE // 2
+    model = kind(**changed)
     return model, list(diffusers_inputs(model))
 
 
 TEXT_WIDTHS = (
-    "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim", "text_embed_dim", "cap_feat_dim",
-    "caption_projection_dim",
+    "joint_attention_dim", "caption_channels", "cross_attention_dim", "text_dim", "text_embed_dim", "cap_feat_dim",
+    "text_in_dim", "in_text_dim", "context_in_dim", "cond_token_dim", "text_hidden_dim", "encoder_hidden_size",
+    "cross_attention_input_dim", "condition_dim",
 )  # fmt: skip
 """Settings that have the size of a text's features."""
 
 
 def diffusers_inputs(model: Any) -> Iterator[Inputs]:
-    """Batches by the names of the model's arguments: images, then sequences, then videos."""
+    """Batches by the names of the model's arguments: images, then videos, sequences, and sequences with channels first.
+
+    For each, the arguments that have no default come first, then more of those that are known.
+    """
+    # 1. Sizes.
     config, arguments = model.config, inspect.signature(model.forward).parameters
-    channels = config.get("in_channels", 3)
-    joint = next((config[name] for name in TEXT_WIDTHS if isinstance(config.get(name), int)), HIDDEN)
-    size = config.get("sample_size") or IMAGE
-    size = size if isinstance(size, int) else IMAGE
-    sides = [(size, size), (4, size // 2, size // 2), ()]
+
+    def width(*names: str) -> int:
+        return next((config[name] for name in names if isinstance(config.get(name), int)), HIDDEN)
+
+    names = ("in_channels", "in_visual_dim", "in_dim", "io_channels", "audio_channels", "num_channels", "mel_bins")
+    channels = next((config[name] for name in names if config.get(name)), 3)
+    joint, size = width(*TEXT_WIDTHS), config.get("sample_size") or IMAGE // 2
+    size = size if isinstance(size, int) else IMAGE // 2
+    rotary = next((config[name] for name in config if re.search(AXES, name) and config[name]), (1, 1, 1))
+    axes = len(rotary) if isinstance(rotary, (list, tuple)) else 3
+    # 2. Arguments beside the sample.
+    text, mask = torch.randn(BATCH, LENGTH, joint), torch.ones(BATCH, LENGTH, dtype=torch.long)
+    pooled = torch.randn(BATCH, width("pooled_projection_dim", "in_text_dim2", "global_cond_dim"))
+    audio = torch.randn(BATCH, LENGTH, width("audio_in_channels", "in_audio_dim"))
     known: Inputs = {
-        "timestep": torch.full((BATCH,), 10),
-        "encoder_hidden_states": torch.randn(BATCH, LENGTH, joint),
-        "pooled_projections": torch.randn(BATCH, config.get("pooled_projection_dim") or HIDDEN),
+        **dict.fromkeys(("timestep", "t", "r_timestep", "timestep_r", "timesteps"), torch.full((BATCH,), 10.0)),
+        **dict.fromkeys(("encoder_hidden_states", "prompt_embeds", "cap_feats", "text_bth"), text),
+        **dict.fromkeys(("encoder_attention_mask", "encoder_mask", "encoder_hidden_states_mask"), mask),
+        **dict.fromkeys(("pooled_projections", "pooled_embeds", "global_hidden_states"), pooled),
+        **dict.fromkeys(("img_ids", "txt_ids"), torch.zeros(LENGTH, axes)),
+        **dict.fromkeys(("original_size", "target_size"), torch.full((BATCH, 2), float(size))),
+        "crop_coords": torch.zeros(BATCH, 2),
+        "text_lens": torch.full((BATCH,), LENGTH),
+        "padding_mask": torch.zeros(1, 1, size, size),
         "class_labels": torch.zeros(BATCH, dtype=torch.long),
-        "img_ids": torch.zeros(LENGTH, 3),
-        "txt_ids": torch.zeros(LENGTH, 3),
         "guidance": torch.ones(BATCH),
-        "encoder_attention_mask": torch.ones(BATCH, LENGTH),
-        "prompt_embeds": torch.randn(BATCH, LENGTH, joint),
+        "audio_hidden_states": audio,
+        "audio_encoder_hidden_states": text,
+        "audio_num_frames": LENGTH,
+        **dict.fromkeys(("height", "width"), 4),
+        "num_frames": 1,
+        "fps": 16,
+        "encoder_hidden_states_2": torch.randn(BATCH, LENGTH, width("text_embed_2_dim")),
+        "encoder_attention_mask_2": mask,
+        "encoder_hidden_states_t5": torch.randn(BATCH, LENGTH, width("cross_attention_dim_t5", "text_embed_dim_t5")),
+        **dict.fromkeys(("text_embedding_mask", "text_embedding_mask_t5"), mask),
+        "image_embeds": torch.randn(BATCH, LENGTH, width("image_embed_dim", "image_proj_dim")),
+        "img_shapes": [[(1, 4, 4)]] * BATCH,
+        "image_meta_size": torch.full((BATCH, 6), float(size)),
+        "style": torch.zeros(BATCH, dtype=torch.long),
+        "prior_token_id": torch.zeros(BATCH, size * size // 4, dtype=torch.long),
+        "prior_token_drop": torch.zeros(BATCH, size * size // 4, dtype=torch.bool),
+        "visual_rope_pos": [torch.arange(4), torch.arange(size // 2), torch.arange(size // 2)],
+        "text_rope_pos": torch.arange(LENGTH),
+        "position_ids": torch.zeros(BATCH, LENGTH, axes, dtype=torch.long),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     }
+    # 3. The sample, of several kinds.
     main = next(iter(arguments))
+    frames = 2 * width("temporal_compression_ratio", "patch_size_t") + 1
+    sides = [(channels, size, size), (channels, frames if frames < 20 else 5, size, size), (LENGTH, channels)]
+    sides += [(channels, 4, size, size), (frames if frames < 20 else 5, channels, size, size), (channels, 32 * LENGTH)]
+    sides += [(4, size, size, channels), (channels, 4 * size, 4 * size), (channels, 9, 4 * size, 4 * size)]
+    needed = {each.name for each in arguments.values() if each.default is each.empty}
     for side in sides:
-        sample = torch.randn(BATCH, channels, *side) if side else torch.randn(BATCH, LENGTH, channels)
-        needed = {each.name for each in arguments.values() if each.default is each.empty}
-        for wanted in (needed, set(known) - {"class_labels"}, set(known)):
-            others = {name: value for name, value in known.items() if name in wanted and name in arguments}
-            yield {main: sample, **others}
+        sample = torch.randn(BATCH, *side)
+        beside = {**known, "controlnet_cond": sample, "context_latents": sample}
+        scaled = torch.randn(BATCH, width("conditioning_channels", "channels") or 3, 8 * size, 8 * size)
+        for condition in (sample, scaled):
+            beside["controlnet_cond"] = condition
+            for left in (set(known), {"class_labels", "added_cond_kwargs"}, {"class_labels", "guidance"}, set()):
+                wanted = set(known) - left | needed
+                others = {name: value for name, value in beside.items() if name in wanted and name in arguments}
+                yield {main: sample, **{name: value for name, value in others.items() if name != main}}
+            if "controlnet_cond" not in arguments:
+                break
 
 
 # -- torchvision and timm
@@ -472,21 +353,115 @@ def vision_entries(library: str) -> list[Entry]:
             grouped.setdefault(registry.model_entrypoint(name).__module__.rpartition(".")[2], []).append(name)
     else:
         for name in names:
-            grouped.setdefault(re.split(r"[_\d]", name)[0], []).append(name)
-    small = re.compile("test_|atto|femto|pico|nano|xxs|tiny|xs|small|mini|_s")
+            grouped.setdefault(re.findall(r"[a-z]+(?:_v\d)?", name)[0], []).append(name)
+    small = re.compile("test_|atto|femto|pico|nano|xxs|tiny|xs|small|mini|_[st]$|_[st]_")
     chosen = [min(each, key=lambda name: (not small.search(name), len(name), name)) for each in grouped.values()]
     return [Entry(library, "images", name, name) for name in chosen]
 
 
 def vision_model(entry: Entry) -> tuple[nn.Module, list[Inputs]]:
-    """A model of a vision library as it is, and an image batch of its size."""
+    """A small model of a vision library, and an image batch that it takes.
+
+    The library's function is called once, without memory, to learn the settings of its class. Fewer layers and smaller
+    widths are tried, then fewer layers alone, then the model as it is; each with the smallest images that it takes.
+    """
+    # 1. Learn the class and its settings.
+    given: dict[str, Any] = {"num_classes": 16}
     if entry.library == "timm":
-        model = importlib.import_module("timm").create_model(entry.model, num_classes=16)
-        sizes = [(model.default_cfg.get("input_size") or (3, 224, 224))[1]]
-        sizes = [64, *sizes] if sizes[0] > 64 else sizes
+        function = importlib.import_module("timm").create_model
     else:
-        model, sizes = importlib.import_module("torchvision.models").get_model(entry.model, weights=None), [64, 224]
-    return PositionalInputs(model), [{"x": torch.randn(BATCH, 3, size, size)} for size in sizes]
+        models = importlib.import_module("torchvision.models")
+        function = models.get_model
+        given["weights"] = None
+        if "weights_backbone" in inspect.signature(models.get_model_builder(entry.model)).parameters:
+            given["weights_backbone"] = None
+    with torch.device("meta"):
+        kind: Any = type(function(entry.model, **given))
+        calls = recorded_calls(kind, lambda: function(entry.model, **given))
+    # 2. Try small ones.
+    makers: list[tuple[Callable[[], nn.Module], int | None]] = []
+    if calls and not any(isinstance(each, nn.Module) for each in calls[-1].values()):
+        depths, sizes = shallow(calls[-1]), small_settings(calls[-1])
+        names = [name for name in ("img_size", "image_size", "input_size") if isinstance(calls[-1].get(name), int)]
+        for changed in ({**sizes, **depths, **dict.fromkeys(names, 2 * IMAGE)}, depths):
+            settings = {**calls[-1], **changed}
+            makers.append((functools.partial(kind, **settings), next((settings[name] for name in names), None)))
+    whole = functools.partial(function, entry.model, **given)
+    for make, size in (*makers, (whole, None)):
+        with contextlib.suppress(Exception):  # whatever a library raises of sizes that do not suit it
+            model = PositionalInputs(made := make())
+            usual = (getattr(made, "default_cfg", None) or {}).get("input_size", (3, 299, 299))[-1]
+            for inputs in vision_inputs(size, usual):
+                with contextlib.suppress(Exception), torch.no_grad():
+                    model(**inputs)
+                    return model, [inputs]
+    return PositionalInputs(whole()), vision_inputs(None, 299)
+
+
+def vision_inputs(size: int | None, usual: int) -> list[Inputs]:
+    """Images, videos, pairs of images, and images with boxes; images of this size if it is given."""
+    sizes = [size] if size else [IMAGE, 2 * IMAGE, 128, 224, usual]
+    images = [{"x": torch.randn(BATCH, 3, size, size)} for size in sizes]
+    videos = [{"x": torch.randn(BATCH, 3, frames, size, size)} for frames, size in ((4, IMAGE), (16, 112), (16, 224))]
+    boxes = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+    boxes |= {"masks": torch.ones(1, 64, 64, dtype=torch.uint8), "keypoints": torch.ones(1, 17, 3)}
+    found = {"x": [torch.rand(3, 64, 64) for _ in range(2)], "targets": [boxes] * 2}
+    pair = {"x": torch.randn(2, 3, 128, 128), "y": torch.randn(2, 3, 128, 128)}
+    return [*images, *videos, pair, found]
+
+
+def recorded_calls(kind: type, make: Callable[[], object]) -> list[dict[str, Any]]:
+    """The arguments of each call of a class's constructor while `make` runs, by their names."""
+    constructor, calls = kind.__init__, []  # type: ignore[misc]
+    signature = inspect.signature(constructor)
+
+    @functools.wraps(constructor)
+    def recording(self: Any, *values: Any, **named: Any) -> None:
+        bound = signature.bind(self, *values, **named)
+        bound.apply_defaults()
+        found = dict(list(bound.arguments.items())[1:])
+        extra = [name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD]
+        for name in extra:
+            found |= found.pop(name, {})
+        calls.append(found)
+        constructor(self, *values, **named)
+
+    with unittest.mock.patch.object(kind, "__init__", recording):
+        make()
+    return calls
+
+
+def shallow(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that change when each stage has one layer, and a model without stages two."""
+    return {name: made for name, value in settings.items() if (made := shallow_value(name, value)) is not value}
+
+
+def shallow_value(name: str, value: Any) -> Any:
+    """One setting, or an item of a list or of a description of a stage, with few layers.
+
+    >>> shallow_value("depths", (3, 4, 6, 3)), shallow_value("blocks", [[{"k": 3}, {"k": 5}], [{"k": 3}]])
+    ((1, 1, 1, 1), [[{'k': 3}], [{'k': 3}]])
+    """
+    numbers = re.fullmatch(r"\w*depths?|\w*layers|layers?_\w+|block_config|num_blocks|d|blocks|stage_num\w*", name)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return min(value, 2 if name in ("depth", "num_layers") else 1) if numbers else value
+    if isinstance(value, (list, tuple)) and value and type(value) in (list, tuple):
+        if all(isinstance(each, int) for each in value):
+            return type(value)(min(each, 1) for each in value) if numbers else value
+        if all(isinstance(each, list) and each and isinstance(each[0], dict) for each in value):
+            return [each[:1] for each in value]
+        made = type(value)(shallow_value("", each) for each in value)
+        return made if any(new is not old for new, old in zip(made, value, strict=True)) else value
+    if isinstance(value, dict):
+        changed = shallow(value)
+        return {**value, **changed} if changed else value
+    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, Tensor)) and not callable(value):
+        changed = shallow(vars(value))
+        if changed:
+            value = copy.copy(value)
+            for field, each in changed.items():
+                object.__setattr__(value, field, each)
+    return value
 
 
 # -- all of them

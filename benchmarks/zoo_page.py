@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.measure_models import percent, table
-from benchmarks.zoo_models import BATCH, LAYERS, LIBRARIES
+from benchmarks.zoo_models import LIBRARIES
+from benchmarks.zoo_sizes import BATCH, LAYERS
 
 RANKS, STEPS, LEARNING_RATE, SLOWER = 4, 2, 0.01, 10_000
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -65,9 +66,10 @@ def kind_of(cause: str) -> str:
 
 TEXT = """# Zoo
 
-Look up whether an architecture of {libraries} can be compiled. `make zoo` (`benchmarks/zoo.py`) tries those that can be
-built small from a config, and writes this page. {tried} of the {known} architectures that these libraries list were
-tried, on {dates}, with {versions}, by
+Look up whether an architecture of {libraries} can be compiled.
+`make zoo` (`benchmarks/zoo.py`) tries those that can be built small from a config, and writes this page. {tried} of the
+{known} architectures that these libraries list were tried, on {dates}, with {versions},
+by
 
 ```
 {commands}
@@ -84,13 +86,14 @@ What has a result is not tried again at every commit: results may be of differen
 | equal | {steps} steps of SGD on {ranks} ranks that run in one process give the losses and gradients of one device |
 | cause | of the first *no*; the time limit is {seconds} CPU seconds for all columns together |
 
-The models have {layers} layers or one a stage, and a batch of {batch}. Sizes are made small by the names of settings
-(`benchmarks/zoo_models.py`), and rates of dropout are zero, as ranks draw other numbers. The loss is the model's own if
-it has labels, else the mean square of its outputs. The GPUs are those of `Cluster.preset("dgx-a100")` with {slower:,}
-times fewer FLOPs a second, so that FLOPs count in small models. Plans have one micro-batch, one sub-batch, and neither
-buckets nor recomputation, which makes planning short. Equal is to {precise:.0e} of each tensor's largest element in
-float64, and to {rough:.0e} where the model computes in float32. A dash is what was not tried, or could not be compared;
-in the summary, what could not be captured counts as tried.
+The models have {layers} layers or one a stage, and a batch of {batch}; those of `torchvision` and `timm` whose settings
+have no number of layers are as they are. Sizes are made small by the names of settings (`benchmarks/zoo_sizes.py`), and
+rates of dropout are zero, as ranks draw other numbers. The loss is the model's own if it has labels, else the mean
+square of its outputs. The GPUs are those of `Cluster.preset("dgx-a100")` with {slower:,} times fewer FLOPs a second, so
+that FLOPs count in small models. Plans have one micro-batch, one sub-batch, and neither buckets nor recomputation,
+which makes planning short. Equal is to {precise:.0e} of each tensor's largest element in float64, and to {rough:.0e}
+where the model computes in float32. A dash is what was not tried, or could not be compared; in the summary, what could
+not be captured counts as tried.
 
 ## Summary
 
@@ -128,8 +131,9 @@ def page(results: Sequence[Result], known: int, seconds: int) -> str:
             f"they need a package that is not installed. Nothing is known of these {len(unbuilt)}.\n\n"
             + "\n\n".join(listed)
         )
+    tried = [name for name in LIBRARIES if any(each.library == name for each in results)]
     return TEXT.format(
-        libraries=" and ".join(f"`{name}`" for name in LIBRARIES if any(each.library == name for each in results)),
+        libraries=re.sub(", (`[^,]*)$", r" or \1", ", ".join(f"`{name}`" for name in tried)),
         tried=len(results),
         known=known,
         dates=" and ".join(dates),
