@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardweave.compiler.branches import CHANGED_PARAMETER
+from shardweave.compiler.constants import INDEXED
 from shardweave.compiler.dynamo_workarounds import HINTS
 from shardweave.ir import CaptureError, InternalError, ParallelError
 from shardweave.runtime import ParallelModule
@@ -252,6 +253,8 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
         return "a branch depends on the values of tensors", _WAY_OUT
     if "object has no attribute 'item'" in text:
         return "it takes a number out of an array of numpy", _ARRAY_WAY_OUT
+    if text.startswith(INDEXED):
+        return INDEXED, "Read it by torch.index_select(x, dim, t.reshape(1)), a copy; write it as x[t] = value."
     if CHANGED_PARAMETER in text:
         return CHANGED_PARAMETER, PARAMETER_WAY_OUT
     if "data-dependent expression" in text or "nbacked symbol" in text:

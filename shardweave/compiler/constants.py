@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Collection, Iterable, Iterator
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MAX_BYTES = 2**30
 """Of each tensor that is computed for a mask; larger masks stay, as computing them takes memory and seconds."""
+INDEXED = "what is indexed by a tensor, or the result, is written in place later"
 _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64}
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior, operator.ixor}
 
@@ -210,9 +212,11 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
 
     These are the conditions of branches, what ``.item()`` and ``int()`` return, and tensors in the place of numbers,
     as in ``pad(x, (padding, 0))``. Where another tensor of one integer is an index, as in ``x[:, t]``, an op selects by
-    it, whose result is a copy. Yields Dynamo's sources of the buffers and their values, which become constants of
-    the step. Tensors of the model that are neither buffers nor parameters are handled alike. Buffers in one of the
-    storages `changing` are left out: the forward writes them.
+    it, whose result is a copy, or writes.
+
+    Yields Dynamo's sources of the buffers and their values, which become constants of the step. Tensors of the model
+    that are neither buffers nor parameters are handled alike. Buffers in one of the storages `changing` are left out:
+    the forward writes them.
 
     Raises
     ------
@@ -255,7 +259,10 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
     def run_noted(tracer: Any, node: fx.Node, *args: Any) -> Any:
         running.append(node)
         try:
-            if node.target is not operator.getitem or not has_open_index(node):
+            if node.target not in (operator.getitem, operator.setitem) or not has_open_index(node):
+                return run(tracer, node, *args)
+            if node.target is operator.setitem:
+                node.target = _assign
                 return run(tracer, node, *args)
             node.target = _selected
             result = run(tracer, node, *args)
@@ -267,9 +274,12 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
 
     def has_open_index(node: fx.Node) -> bool:
         """Whether all tensors in an index are integers without dimensions, one of which is no constant."""
-        index: Any = node.args[1]
-        given = [each for each in (index if isinstance(index, tuple) else (index,)) if isinstance(each, fx.Node)]
-        values = [each.meta["example_value"] for each in (node.all_input_nodes[0], *given)]
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        others = slice, types.NoneType, types.EllipsisType
+        if not all(type(each) is int or isinstance(each, (fx.Node, *others)) for each in index):
+            return False
+        given = [each for each in index if isinstance(each, fx.Node)]
+        values: list[Any] = [each.meta.get("example_value") for each in (node.all_input_nodes[0], *given)]
         if not given or not all(isinstance(value, Tensor) for value in values):
             return False
         are_numbers = all(not value.dim() and value.dtype in _INTEGERS for value in values[1:])
@@ -294,20 +304,42 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
         yield taken
     for value, version, line in indexed:
         if value._version != version:
-            raise RuntimeError(f"what is indexed by a tensor, or the result, is written in place later\n{line}")
+            raise RuntimeError(f"{INDEXED}\n{line}")
 
 
 def _selected(x: Tensor, index: Any) -> Tensor:
     """``x[index]``, where what is a tensor in the index is an integer. The result is a copy."""
     index = index if isinstance(index, tuple) else (index,)
+    for dim, each in _integers(index, x.dim(), lambda other: other is not None):
+        x = x.index_select(dim, torch.where(each < 0, each + x.shape[dim], each).reshape(1))
+    return x[tuple(0 if isinstance(each, Tensor) else each for each in index)]
+
+
+def _assign(x: Tensor, index: Any, value: Any) -> None:
+    """``x[index] = value``, where what is a tensor in the index is an integer."""
+    index = index if isinstance(index, tuple) else (index,)
+    part = x[tuple(slice(None) if isinstance(each, Tensor) else each for each in index)]
+    given = list(_integers(index, part.dim(), lambda other: not isinstance(other, int)))
+    dims = [dim for dim, _ in given]
+    value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    value = value.expand([size for dim, size in enumerate(part.shape) if dim not in dims])
+    is_meant = torch.ones((), dtype=torch.bool, device=x.device)
+    for dim, each in given:
+        size = part.shape[dim]
+        torch._assert_async((each >= -size) & (each < size), f"an index is out of range for a size of {size}")
+        places = torch.arange(size, device=x.device) == torch.where(each < 0, each + size, each)
+        is_meant = is_meant & places.view(-1, *[1] * (part.dim() - dim - 1))
+        value = value.unsqueeze(dim)
+    part.copy_(torch.where(is_meant, value, part))
+
+
+def _integers(index: tuple[Any, ...], num_dims: int, has_dim: Callable[[Any], bool]) -> Iterator[tuple[int, Tensor]]:
+    """The tensors in an index, each with its dimension. `has_dim` says what else has one; a tensor has."""
     dim = 0
     for place, each in enumerate(index):
         if isinstance(each, Tensor):
-            row = torch.where(each < 0, each + x.shape[dim], each).reshape(1)
-            x = x.index_select(dim, row)
-        left = sum(other is not None for other in index[place + 1 :])
-        dim = x.dim() - left if each is ... else dim + (each is not None)
-    return x[tuple(0 if isinstance(each, Tensor) else each for each in index)]
+            yield dim, each
+        dim = num_dims - sum(map(has_dim, index[place + 1 :])) if each is ... else dim + has_dim(each)
 
 
 def _value_of_buffers(node: fx.Node, sources: dict[Any, Tensor], known: dict[fx.Node, Any]) -> Any:

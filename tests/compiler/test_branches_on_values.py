@@ -343,6 +343,7 @@ class Indexed(nn.Module):
         super().__init__()
         self.step, self.two = nn.Buffer(torch.tensor(1)), nn.Buffer(torch.tensor(2))
         self.table, self.up = nn.Parameter(torch.linspace(-1, 1, 4 * 3 * 8).view(4, 3, 8)), nn.Linear(8, 16)
+        self.means = nn.Buffer(torch.zeros(4, 2, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         self.step += 1
@@ -350,6 +351,11 @@ class Indexed(nn.Module):
         hidden = x * self.table[self.two, last] + self.table[..., last, :].sum(0)
         hidden = hidden + self.table[None, last, 0:2, last].sum()
         place = self.table.sum((0, 1)).argmax()
+        before = torch.index_select(self.means, 1, (self.step % 2).reshape(1))
+        self.means[:2, self.step % 2] = x.mean(0) + before[:2, 0] / 2
+        self.means[..., self.step % 2 - 2, self.step] = x[:1, 0]
+        self.means[last, None, self.step % 2, 4:6] = 1
+        hidden = hidden + self.means.mean((0, 1))
         return (self.up(hidden + x[:, place][:, None]) * torch.linspace(1, 2, 5)[self.step]).square().mean()
 
 
@@ -365,5 +371,5 @@ def test_what_a_tensor_indexes_must_not_be_written_in_place() -> None:
             hidden[:, hidden.sum(0).argmax()].mul_(2)
             return hidden
 
-    with pytest.raises(CaptureError, match=r"what is indexed by a tensor.*\n.*in forward: hidden\[:, hidden"):
+    with pytest.raises(CaptureError, match=r"what is indexed by.*\n.*: hidden\[:, hidden.*\n.*index_sel"):
         capture(Writes(), torch.ones(4, 8))
