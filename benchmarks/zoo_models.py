@@ -386,7 +386,7 @@ def vision_model(entry: Entry) -> tuple[nn.Module, list[Inputs]]:
         for changed in ({**sizes, **depths, **dict.fromkeys(names, 2 * IMAGE)}, depths):
             settings = {**calls[-1], **changed}
             makers.append((functools.partial(kind, **settings), next((settings[name] for name in names), None)))
-    whole = functools.partial(function, entry.model, **given)
+    whole: Callable[[], nn.Module] = functools.partial(function, entry.model, **given)
     for make, size in (*makers, (whole, None)):
         with contextlib.suppress(Exception):  # whatever a library raises of sizes that do not suit it
             model = PositionalInputs(made := make())
