@@ -64,6 +64,8 @@ class Clock:
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
         self.stage, self.since = "start", time.process_time()
+        self.outer: list[str] = []
+        """The stages in which the calls are made that are counted apart."""
 
     def enter(self, stage: str) -> None:
         """What follows is spent on `stage`."""
@@ -72,20 +74,23 @@ class Clock:
         self.stage, self.since = stage, now
 
     def told(self, event: Event) -> None:
-        """Planning goes on with another stage."""
-        self.enter(event.stage)
+        """Planning goes on with another stage; a call that is counted apart stays so."""
+        if self.outer:
+            self.outer[-1] = event.stage
+        else:
+            self.enter(event.stage)
 
     def around(self, owner: Any, name: str, stage: str) -> None:
         """Count calls of a function apart from the stage that they are made in."""
         function = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            outer = self.stage
+            self.outer.append(self.stage)
             self.enter(stage)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.enter(outer)
+                self.enter(self.outer.pop())
 
         setattr(owner, name, counted)
 
