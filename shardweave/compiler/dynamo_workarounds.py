@@ -54,6 +54,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
 
     The model is restored afterwards.
     """
+    # Dynamo lists torch's functions at their first use, and again when its caches were cleared: list the real ones.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     with (
         torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True),
         _builtins_known(),
