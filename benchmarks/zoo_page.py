@@ -67,9 +67,9 @@ def kind_of(cause: str) -> str:
 TEXT = """# Zoo
 
 Look up whether an architecture of {libraries} can be compiled.
-`make zoo` (`benchmarks/zoo.py`) tries those that can be built small from a config, and writes this page. {tried} of the
-{known} architectures that these libraries list were tried, on {dates}, with {versions},
-by
+`make zoo` (`benchmarks/zoo.py`) tries those that can be built small from a config, and writes this page.
+{tried} of the {known} architectures that these libraries list were tried, on {dates}, with
+{versions}, by
 
 ```
 {commands}
