@@ -302,8 +302,8 @@ def _add_biases(graph: fx.Graph) -> None:
             continue
         for summand, bias in (summands, reversed(summands)):
             product = _product(summand)
-            vector = bias.args[0] if product is not None and product.target is _CONVOLUTION else bias
-            if product is None or not _is_bias(vector, bias, product) or position[vector] > position[product]:
+            vector = None if product is None else _vector(bias, product)
+            if product is None or vector is None or position[vector] > position[product]:
                 continue
             with graph.inserting_before(product):
                 if product.target is _MM:
@@ -333,13 +333,16 @@ def _product(summand: fx.Node) -> fx.Node | None:
     return product if len(product.users) == 1 and (product.target is _MM or is_convolution) else None
 
 
-def _is_bias(vector: Any, bias: fx.Node, product: fx.Node) -> bool:
-    """Whether `bias` adds `vector` to the columns of a matmul, or to the channels of a convolution."""
+def _vector(bias: fx.Node, product: fx.Node) -> fx.Node | None:
+    """The vector that `bias` adds to the columns of a matmul, or to the channels of a convolution; None if none."""
+    vector: Any = bias
+    if product.target is _CONVOLUTION:
+        vector = bias.args[0] if bias.target is aten.reshape.default else None
     added, result = _value(vector), _value(product)
     if added is None or result is None or added.dtype != result.dtype or added.shape != result.shape[1:2]:
-        return False
-    spread = (1, *added.shape, *(1 for _ in result.shape[2:]))
-    return product.target is _MM or (bias.target is aten.reshape.default and _shape(bias) == spread)
+        return None
+    is_spread = product.target is _MM or _shape(bias) == (1, *added.shape, *(1 for _ in result.shape[2:]))
+    return vector if is_spread else None
 
 
 def _value(node: Any) -> torch.Tensor | None:

@@ -290,6 +290,18 @@ def test_biases_that_are_not_there_yet_are_added_later() -> None:
     ]  # fmt: skip
 
 
+def test_inputs_that_are_added_to_a_convolution_are_no_bias() -> None:
+    graph = fx.Graph()
+    x, weight = torch.randn(2, 3, 5), torch.randn(3, 3, 1)
+    nodes = [graph.placeholder(name) for name in ("x", "weight")]
+    product = graph.call_function(aten.convolution.default, (*nodes, None, [1], [0], [1], False, [0], 1))
+    graph.output(graph.call_function(aten.add.Tensor, (product, nodes[0])))
+    for node, value in zip((*nodes, product), (x, weight, x), strict=True):
+        node.meta["val"] = value
+    found = fx.GraphModule(nn.Module(), combine_ops(graph))(x, weight)
+    torch.testing.assert_close(found, F.conv1d(x, weight) + x)
+
+
 @examples(150, shrink=False)
 @given(data=st.data(), target=st.sampled_from([each for each in CASES if "empty" not in str(each)]))
 def test_ops_that_are_called_by_functions_of_torch_are_the_same(data: st.DataObject, target: Any) -> None:
