@@ -292,10 +292,12 @@ class Reads:
 
     def __init__(self, reads: Sequence[Read], names: Mapping[str, object]) -> None:
         self.reads, self._names = tuple(reads), dict(names)
+        self._all = self._looks([f"keep({read.code[-1]})" for read in self.reads])
+
+    def _looks(self, expressions: Sequence[str]) -> Callable[[nn.Module], list[Any]]:
+        """A function that returns the values of these expressions, one for each read."""
         statements = dict.fromkeys(line for read in self.reads for line in read.code[:-1])
-        values = ", ".join(f"keep({read.code[-1]})" for read in self.reads)
-        lines = [*statements, f"return [{values}]"]
-        self._all = self._function(lines)
+        return self._function([*statements, f"return [{', '.join(expressions)}]"])
 
     def _function(self, lines: Sequence[str]) -> Callable[[nn.Module], Any]:
         space: dict[str, Any] = {**self._names, "keep": plain}
@@ -306,8 +308,7 @@ class Reads:
     def values(self, model: nn.Module) -> list[Any]:
         """The present value of each read; `MISSING` if it cannot be read."""
         try:
-            found: list[Any] = self._all(model)
-            return found
+            return self._all(model)
         except Exception:  # an attribute that is gone, or whatever a property raises: each for itself
             return [self._one(read, model) for read in self.reads]
 
@@ -316,16 +317,15 @@ class Reads:
 
         It compares constants and types as they are read, without a call of `plain` for each.
         """
-        lines = dict.fromkeys(line for read in self.reads for line in read.code[:-1])
         expressions = [read.code[-1] for read in self.reads]
         try:
-            given = self._function([*lines, f"return [{', '.join(expressions)}]"])(model)
+            given = self._looks(expressions)(model)
             pairs = zip(expressions, given, map(plain, given), strict=True)
             forms = [
                 text if kept is value else f"type({text})" if kept is type(value) else f"keep({text})"
                 for text, value, kept in pairs
             ]
-            look = self._function([*lines, f"return [{', '.join(forms)}]"])
+            look = self._looks(forms)
             before = look(model)
         except Exception:  # one of them cannot be read: see `values`
             return lambda _: False
