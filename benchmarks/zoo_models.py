@@ -412,7 +412,8 @@ def vision_inputs(size: int | None, usual: int) -> list[Inputs]:
 
 def recorded_calls(kind: type, make: Callable[[], object]) -> list[dict[str, Any]]:
     """The arguments of each call of a class's constructor while `make` runs, by their names."""
-    constructor, calls = kind.__init__, []  # type: ignore[misc]
+    owner: Any = kind
+    constructor, calls = owner.__init__, list[dict[str, Any]]()
     signature = inspect.signature(constructor)
 
     @functools.wraps(constructor)

