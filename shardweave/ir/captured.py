@@ -329,12 +329,12 @@ class Reads:
             before = look(model)
         except Exception:  # one of them cannot be read: see `values`
             return lambda _: False
-        kinds = [*map(_kinds, before)]  # 2 and 2.0 make tensors of other dtypes
 
         def is_unchanged(module: nn.Module) -> bool:
             try:
-                now = look(module)
-                return bool(now == before) and [*map(_kinds, now)] == kinds
+                other = [pair for pair in zip(look(module), before, strict=True) if pair[0] is not pair[1]]
+                # What is kept is immutable. 2 and 2.0 are equal, and make tensors of other dtypes.
+                return all(now == was and _kinds(now) == _kinds(was) for now, was in other)
             except Exception:  # as above; or tensors that cannot be compared
                 return False
 

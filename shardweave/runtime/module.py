@@ -307,10 +307,11 @@ class ParallelModule(nn.Module):
             args, kwargs = tree_map_only(ParallelTensor, ParallelTensor.full_tensor, (args, kwargs))
         if self._recompile is not None:
             self._choose_step(self._recompile, args, kwargs)
-        values, inputs = self._calls(given, self._running)
-        if self._passes_parts is None:
-            self._passes_parts = self._calls.passes_parts
-        outputs = self._execute(inputs, values)
+        with torch._C.DisableTorchFunctionSubclass():  # of each attribute of a parameter that is read here
+            values, inputs = self._calls(given, self._running)
+            if self._passes_parts is None:
+                self._passes_parts = self._calls.passes_parts
+            outputs = self._execute(inputs, values)
         if self._local is not None:
             return self._unflatten(self._local.returned(outputs))
         return self._unflatten(
@@ -348,10 +349,12 @@ class ParallelModule(nn.Module):
         try:
             parameters = self._execute.parameters()
             leaves = tree_leaves((args, kwargs))
-            trains = any(map(wants_gradient, (*parameters, *leaves)))
-            wanted = CallSignature.of(recompile.signature, args, kwargs, self._modes(), trains)
-            step = self._known.get(wanted)
-            if step is None or not self._fits(step, trains):
+            with torch._C.DisableTorchFunctionSubclass():
+                trains = any(map(wants_gradient, (*parameters, *leaves)))
+                wanted = CallSignature.of(recompile.signature, args, kwargs, self._modes(), trains)
+                step = self._known.get(wanted)
+                fits = step is not None and self._fits(step, trains)
+            if not fits:
                 call = wanted.text(recompile.signature, args, kwargs)
                 step, values = self._accepting_step(wanted, args, kwargs)
         except Exception as error:  # the other ranks must be told, whatever the error is

@@ -113,6 +113,14 @@ def speed_up(optimizer: torch.optim.Optimizer) -> None:
 
     step.runs_on_parts = True  # type: ignore[attr-defined]
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    zero_grad = optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def zero_grad_quickly(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            zero_grad(*args, **kwargs)
+
+    optimizer.zero_grad = types.MethodType(zero_grad_quickly, optimizer)  # type: ignore[method-assign]
 
 
 def can_run_on_parts(optimizer: torch.optim.Optimizer) -> bool:

@@ -57,6 +57,7 @@ _UNTAGGED_POINTWISE = {
 }  # fmt: skip
 """Elementwise ops that torch does not tag as pointwise."""
 _RESIZING = {"resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}
+_DETACH = aten.detach.default
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _WAIT_SECONDS = 20.0
 _SHARDING_ATTRIBUTE = "_shardweave_sharding"
@@ -129,6 +130,9 @@ class ParallelTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and len(args) == 1 and type(args[0]) is cls:  # an attribute, most of the time
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         kwargs = kwargs or {}
         computes = func not in (torch.autograd.grad, torch.autograd.backward)  # need parallel tensors
         if computes and _has_plain_tensor((*args, *kwargs.values())) and not _writes_parallel(func, args):
@@ -142,6 +146,9 @@ class ParallelTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is _DETACH and args[0].view_of is None:  # autograd detaches each gradient that it keeps
+            source: ParallelTensor = args[0]
+            return ParallelTensor.of(source._local_tensor.detach(), source.sharding, source._spec)
         return _run(func, args, kwargs or {})
 
     @property
