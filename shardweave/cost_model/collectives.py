@@ -35,7 +35,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shardweave.cost_model.machine import Machine
-from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS
+from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS, Curve
 from shardweave.ir import Axis, ClusterError, axes_size
 
 ALGORITHMS = dict.fromkeys(COLLECTIVE_KINDS, ("ring", "tree")) | {"all_to_all": ("pairs",)}
@@ -266,8 +266,7 @@ def collective_seconds(
     >>> collective_seconds("all_reduce", 1e9, mesh.axes, cluster, algorithm="ring") < 1.2 * across
     True
     """
-    cost, measured = _cheapest(kind, num_bytes, axes, cluster, algorithm)
-    return cost.seconds(num_bytes) if measured is None else measured
+    return _cheapest(kind, num_bytes, axes, cluster, algorithm)[1]
 
 
 def collective_algorithm(kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine) -> str:
@@ -282,10 +281,10 @@ def collective_algorithm(kind: str, num_bytes: float, axes: Sequence[Axis], clus
     >>> [collective_algorithm("all_reduce", size, cluster.mesh().axes, cluster) for size in (1e3, 1e9)]
     ['tree', 'ring']
     """
-    cost, measured = _cheapest(kind, num_bytes, axes, cluster, None)
+    cost, _, curve = _cheapest(kind, num_bytes, axes, cluster, None)
     if axes_size(axes) == 1:
         return ""
-    return cost.algorithm if measured is None else "measured"
+    return cost.algorithm if curve is None else "measured"
 
 
 def collective_demand(
@@ -294,8 +293,8 @@ def collective_demand(
     """The demand of a collective on the links of each level. Arguments and errors are those of `collective_seconds`.
 
     All groups over `axes` count as one collective: together they have all links of the machine. A collective that is
-    limited by `Level.group_bandwidth`, or by a slower level, leaves the rest of a link to others. The formula says
-    which part of a measured time is latency.
+    limited by `Level.group_bandwidth`, or by a slower level, leaves the rest of a link to others. Which part of a
+    measured time is latency the measured sizes around it say (`Curve.latency`), or the formula where there is only one.
 
     Examples
     --------
@@ -307,12 +306,14 @@ def collective_demand(
     >>> demand.seconds == collective_seconds("all_gather", 1e9, cluster.mesh().axes, cluster)
     True
     """
-    cost, measured = _cheapest(kind, num_bytes, axes, cluster, algorithm)
-    by_formula = cost.seconds(num_bytes)
-    seconds = by_formula if measured is None else measured
+    cost, seconds, curve = _cheapest(kind, num_bytes, axes, cluster, algorithm)
     if cost.seconds_per_byte == 0:
         return Demand(seconds, 0.0, {})
-    latency = seconds * (cost.latency / by_formula) if by_formula > 0 else seconds
+    latency = None if curve is None else curve.latency(num_bytes)
+    if latency is None:
+        by_formula = cost.seconds(num_bytes)
+        latency = seconds * (cost.latency / by_formula) if by_formula > 0 else seconds
+    latency = min(latency, seconds)
     used = zip(cluster.levels, cost.link_seconds_per_byte, strict=True)
     use = {level.name: min(1.0, link / cost.seconds_per_byte) for level, link in used if link > 0}
     return Demand(latency, seconds - latency, use)
@@ -360,15 +361,15 @@ def group_extents(axes: tuple[Axis, ...], cluster: Machine) -> tuple[int, ...]:
 
 def _cheapest(
     kind: str, num_bytes: float, axes: Sequence[Axis], cluster: Machine, algorithm: str | None
-) -> tuple[AlphaBetaCost, float | None]:
-    """The cheapest cost by formula, and the measured seconds if there are any."""
-    costs, measured = _costs(kind, tuple(axes), cluster, algorithm), None
+) -> tuple[AlphaBetaCost, float, Curve | None]:
+    """The cheapest cost by formula, the seconds, and the measured curve that these are from, if there is one."""
+    costs, curve = _costs(kind, tuple(axes), cluster, algorithm), None
+    cost = min(costs, key=lambda each: each.seconds(num_bytes))
     if algorithm is None and axes and cluster.measured is not None:
-        members = group_extents(tuple(axes), cluster)
-        measured = cluster.measured.collectives.seconds(
-            kind, num_bytes, members, lambda size: min(cost.seconds(size) for cost in costs)
-        )
-    return min(costs, key=lambda cost: cost.seconds(num_bytes)), measured
+        curve = cluster.measured.collectives.curve(kind, group_extents(tuple(axes), cluster))
+    if curve is None:
+        return cost, cost.seconds(num_bytes), None
+    return cost, curve.at(num_bytes, lambda size: min(each.seconds(size) for each in costs)), curve
 
 
 @cache

@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -245,8 +246,30 @@ class Curve:
             raise ClusterError(f"{key}.bytes: expected rising sizes, got {list(self.bytes)}")
 
     def at(self, num_bytes: float, formula: Callable[[float], float]) -> float:
-        """Seconds for a whole buffer of `num_bytes`; `formula` gives those without a table (see `interpolated`)."""
-        return interpolated(self.bytes, self.seconds, num_bytes, formula)
+        """Seconds for a whole buffer of `num_bytes`.
+
+        They are linear in the bytes between two points: a latency, and a transfer. Beyond the points they are
+        `formula`, scaled to pass through the nearest point.
+        """
+        if not self.bytes[0] <= num_bytes <= self.bytes[-1]:
+            near = 0 if num_bytes < self.bytes[0] else -1
+            there = formula(self.bytes[near])
+            return self.seconds[near] * (formula(num_bytes) / there if there > 0 else 1.0)
+        return float(np.interp(num_bytes, self.bytes, self.seconds))
+
+    def latency(self, num_bytes: float) -> float | None:
+        """The part of the seconds that does not depend on the bytes, near this size; None for a curve of one point.
+
+        It is where the line through the two points around the size, or nearest to it, meets no bytes.
+
+        >>> Curve("all_reduce", (4,), (1e6, 3e6), (3e-3, 5e-3)).latency(2e6)
+        0.002
+        """
+        if len(self.bytes) == 1:
+            return None
+        right = min(max(1, bisect_left(self.bytes, num_bytes)), len(self.bytes) - 1)
+        (low, high), (before, after) = self.bytes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        return max(0.0, before - low * (after - before) / (high - low))
 
 
 @dataclass(frozen=True)
@@ -266,9 +289,9 @@ class CollectiveTable:
     Examples
     --------
     >>> table = CollectiveTable((Curve("all_gather", (2, 1), (1e6,), (2e-3,)),))
-    >>> table.seconds("all_gather", 2e6, (2, 1), lambda size: 1e-9 * size)
+    >>> table.curve("all_gather", (2, 1)).at(2e6, lambda size: 1e-9 * size)
     0.004
-    >>> table.seconds("all_gather", 2e6, (1, 2), lambda size: 1e-9 * size) is None
+    >>> table.curve("all_gather", (1, 2)) is None
     True
     """
 
@@ -302,12 +325,9 @@ class CollectiveTable:
                     f"{', '.join((*names, levels[-1][0]))}, a divisor of its size, got {list(curve.members)}"
                 )
 
-    def seconds(
-        self, kind: str, num_bytes: float, members: tuple[int, ...], formula: Callable[[float], float]
-    ) -> float | None:
-        """Seconds of a collective; None if its kind and placement were not measured. See `Curve.at`."""
-        curve = self._by_placement.get((kind, members))
-        return None if curve is None else curve.at(num_bytes, formula)
+    def curve(self, kind: str, members: tuple[int, ...]) -> Curve | None:
+        """The curve of a kind and placement; None if it was not measured."""
+        return self._by_placement.get((kind, members))
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,28 @@ def test_there_is_no_jump_where_the_points_end(curve: Curve, formula: Formula) -
     assert curve.at(far, formula) / curve.seconds[-1] == pytest.approx(formula(far) / formula(curve.bytes[-1]))
 
 
-def test_halfway_in_log_size_is_halfway_in_log_time() -> None:
-    curve = Curve("all_gather", (2,), (1e4, 1e6), (1e-3, 4e-3))
-    assert curve.at(1e5, lambda size: math.nan) == pytest.approx(2e-3)
+@given(latency=st.floats(0, 1e-2), rate=st.floats(1e6, 1e11), size=st.floats(1, 1e9))
+def test_a_curve_of_a_latency_and_a_rate_gives_them_back(latency: float, rate: float, size: float) -> None:
+    """Sizes by factors of 16 are measured: between them the time is that of the alpha-beta model."""
+    sizes = (4e3, 64e3, 1e6, 16e6)
+
+    def seconds(num_bytes: float) -> float:
+        return latency + num_bytes / rate
+
+    curve = Curve("all_gather", (2,), sizes, tuple(map(seconds, sizes)))
+    assert curve.at(size, seconds) == pytest.approx(seconds(size))
+    assert curve.latency(size) == pytest.approx(latency, abs=1e-9 * seconds(16e6))
+
+
+def test_the_latency_of_a_measured_collective_is_measured_too() -> None:
+    """The formulas are fitted to all kinds together, which may start at very different speeds."""
+    curve = replace(CURVE, bytes=(4e3, 64e3, 1e6), seconds=(3e-3, 3e-3, 12e-3))
+    cluster = carrying(LOCAL, curve)
+    axes = LOCAL.mesh().axes
+    small, large = (collective_demand("all_reduce", size, axes, cluster) for size in (1e4, 5e5))
+    assert (small.latency, small.transfer) == pytest.approx((3e-3, 0.0), abs=1e-12)
+    assert large.latency == pytest.approx(3e-3 - 9e-3 * 64e3 / (1e6 - 64e3))
+    assert large.seconds == pytest.approx(3e-3 + 9e-3 * (5e5 - 64e3) / (1e6 - 64e3))
 
 
 def carrying(cluster: Cluster, *found: Curve) -> Cluster:
@@ -168,7 +187,6 @@ def test_links_are_fitted_to_what_they_gave(start: float, latency: float, bandwi
 
 
 def test_a_measurement_quicker_than_the_formulas_latency_is_still_a_demand() -> None:
-    """The formula says which part is latency, not how much."""
     cluster = carrying(LOCAL, replace(CURVE, seconds=(1e-7, 2e-7)))
     for size in (1e3, 1e6):
         demand = collective_demand("all_reduce", size, LOCAL.mesh().axes, cluster)
