@@ -166,13 +166,16 @@ def _with_coverage(cluster: M) -> M:
     assert cluster.measured is not None
     device = cluster.device
     rates = ", ".join(f"{rate * device.matmul_efficiency:.3g} FLOP/s in {name}" for name, rate in device.flops.items())
-    beside = f"; compute beside collectives takes {device.overlap_slowdown:.2f} times as long"
+    beside = (
+        f"; compute beside collectives takes {device.overlap_slowdown:.2f} times as long, and they take "
+        f"{device.collective_slowdown:.2f} times as long beside compute"
+    )
     lines = [
         cluster.measured.covered,
         f"device measured: {rates}; memory {readable_bytes(device.memory_bandwidth * device.memory_efficiency)}/s; a "
         f"launch {readable_seconds(device.launch_latency)}{beside if cluster.world_size > 1 else ''}",
-        f"assumed, as {cluster.name!r} says: {readable_bytes(device.memory)} of memory a device, what collectives take "
-        "longer beside compute, and all that is listed above as by formula",
+        f"assumed, as {cluster.name!r} says: {readable_bytes(device.memory)} of memory a device, and all that is "
+        "listed above as by formula",
     ]
     return replace(cluster, measured=replace(cluster.measured, covered="\n".join(lines)))
 

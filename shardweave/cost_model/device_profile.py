@@ -26,6 +26,7 @@ from shardweave.cost_model.cluster_description import build, describe
 from shardweave.cost_model.machine import Device, M
 from shardweave.cost_model.measured_tables import Measured, OpTable, OpTime, hardware
 from shardweave.cost_model.op_work import Work, node_work
+from shardweave.cost_model.streams import Contention
 from shardweave.distributed import all_gather_objects
 from shardweave.ir import ClusterError
 from shardweave.sharding import op_arguments, op_of, tensor_bytes
@@ -60,7 +61,7 @@ _TRAINING_DTYPES = ("bfloat16", "float16", "float32")
 """The first of them that was measured gives `Device.matmul_efficiency` where peaks are known."""
 _ALL_REDUCE_BYTES = {"cpu": 2**20, "cuda": 2**26}
 _ALL_REDUCES_IN_FLIGHT = 8
-_SLOWDOWN_ROUNDS = 6
+_SLOWDOWN_ROUNDS = 4
 
 
 def current_device() -> torch.device:
@@ -361,7 +362,7 @@ def profile_device(
 
     For each dtype of `base`, products of several shapes give the rate and `Device.matmul_half`. Pointwise ops give the
     rate of memory, `memory_half` and `memory_times`. An op on one number gives the launch latency. In a world of
-    several ranks, compute beside all-reduces gives `Device.overlap_slowdown`.
+    several ranks, compute beside all-reduces gives `Device.overlap_slowdown` and `Device.collective_slowdown`.
 
     The peak of a CPU is unknown: `flops` and `memory_bandwidth` become the measured rates, with efficiencies of 1. On a
     GPU the memory bandwidth and the peak of the training dtype stay those of the datasheet, and the efficiencies become
@@ -389,7 +390,7 @@ def profile_device(
         The same on all ranks.
     """
     where = current_device() if device is None else torch.device(device)
-    key = {"format": 2, "device": where.type, "base": describe(base), "ranks": gather_objects(hardware(), group)}
+    key = {"format": 3, "device": where.type, "base": describe(base), "ranks": gather_objects(hardware(), group)}
     name = f"device-{measured_tables.key_of(key)}"
     kept = _cached(name, _device_of, group) if cache and reads else None
     if kept is not None:
@@ -398,14 +399,17 @@ def profile_device(
     times = median_over_ranks(_time_kernels(base, where, seconds_budget), group)
     found = _fit_device(base, where, times)
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        found = replace(found, overlap_slowdown=profile_slowdown(where, group=group))
+        beside = profile_contention(where, group=group)
+        found = replace(found, overlap_slowdown=beside.compute, collective_slowdown=beside.collectives)
     if cache and is_rank_zero(group):
         measured_tables.store_cached(name, describe(found))
     return found
 
 
-def profile_slowdown(device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None) -> float:
-    """The factor by which matrix products slow down while all-reduces of all ranks run; at least 1. Collective.
+def profile_contention(
+    device: torch.device | str | None = None, *, group: dist.ProcessGroup | None = None
+) -> Contention:
+    """The factors by which products take longer beside all-reduces, and all-reduces beside products. Collective.
 
     All ranks compute at the same time, first alone, then as long as some all-reduces are in flight. The all-reduces
     have sizes as in a step: larger ones keep the cores busier. Means are compared, since a collective's thread that
@@ -418,7 +422,7 @@ def profile_slowdown(device: torch.device | str | None = None, *, group: dist.Pr
     """
     if not dist.is_initialized():
         raise ClusterError(
-            "profile_slowdown: expected a running torch.distributed world, as it times compute beside an all-reduce; "
+            "profile_contention: expected a running torch.distributed world, as it times compute beside an all-reduce; "
             "call torch.distributed.init_process_group() first"
         )
     where = current_device() if device is None else torch.device(device)
@@ -426,33 +430,44 @@ def profile_slowdown(device: torch.device | str | None = None, *, group: dist.Pr
     left = torch.ones(size, size, device=where, dtype=torch.bfloat16 if where.type == "cuda" else torch.float32)
     buffers = [torch.zeros(_ALL_REDUCE_BYTES[where.type] // 4, device=where) for _ in range(_ALL_REDUCES_IN_FLIGHT)]
 
-    def once() -> float:
+    def product() -> float:
         _synchronize(where)
         begin = time.perf_counter()
         aten.mm.default(left, left)
         _synchronize(where)
         return time.perf_counter() - begin
 
+    def reductions(computes: bool) -> tuple[float, list[float]]:
+        """Seconds of the all-reduces, one after another, and of each product beside them, if it `computes`."""
+        start_together(group)
+        begin, products = time.perf_counter(), list[float]()
+        started = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
+        works = [work for work in started if work is not None]
+        while computes:
+            seconds = product()
+            if works[-1].is_completed():
+                break
+            products.append(seconds)  # the all-reduces ran all the time
+        for work in works:
+            work.wait()
+        _synchronize(where)
+        return time.perf_counter() - begin, products
+
+    alone: dict[str, list[float]] = {"compute": [], "collectives": []}
+    beside: dict[str, list[float]] = {"compute": [], "collectives": []}
     with torch.no_grad():
         dist.all_reduce(buffers[0], group=group)  # makes the connections
-        once()
-        alone: list[float] = []
-        beside: list[float] = []
+        product()
         for _ in range(_SLOWDOWN_ROUNDS):
             start_together(group)
-            alone += [once() for _ in range(8)]
-            start_together(group)
-            started = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
-            works = [work for work in started if work is not None]
-            while True:
-                seconds = once()
-                if works[-1].is_completed():
-                    break
-                beside.append(seconds)  # the all-reduces ran all the time
-            for work in works:
-                work.wait()
-    found = median_over_ranks({"alone": fmean(alone)} | ({"beside": fmean(beside)} if beside else {}), group)
-    return max(1.0, found["beside"] / found["alone"]) if "beside" in found else 1.0
+            alone["compute"] += [product() for _ in range(8)]
+            alone["collectives"].append(reductions(computes=False)[0])
+            seconds, products = reductions(computes=True)
+            beside["collectives"].append(seconds)
+            beside["compute"] += products
+    ratios = {name: fmean(beside[name]) / fmean(alone[name]) for name in alone if beside[name]}
+    found = median_over_ranks(ratios, group)
+    return Contention(max(1.0, found.get("compute", 1.0)), max(1.0, found.get("collectives", 1.0)))
 
 
 def _synchronize(device: torch.device) -> None:

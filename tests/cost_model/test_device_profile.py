@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardweave as sw
 from shardweave.cost_model import Cluster, Device, Product, Work, device_profile
-from shardweave.cost_model.device_profile import fit_rate_and_half, profile_device, profile_slowdown
+from shardweave.cost_model.device_profile import fit_rate_and_half, profile_contention, profile_device
 from shardweave.cost_model.node_cost import bytes_seconds, formula_seconds
 from shardweave.ir.errors import ClusterError
 from tests.passes.harness import examples
@@ -121,7 +121,7 @@ def test_without_time_a_device_keeps_its_rates() -> None:
 
 def test_a_slowdown_needs_a_world() -> None:
     with pytest.raises(ClusterError, match="init_process_group"):
-        profile_slowdown("cpu")
+        profile_contention("cpu")
 
 
 def _ranks() -> Device:
