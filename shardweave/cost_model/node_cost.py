@@ -212,9 +212,10 @@ _STATE_COPIES = (0.0, 1.0, 2.0)
 _READS_AND_WRITES = (3.0, 8.0, 20.0)
 """How often a step of these optimizers reads or writes as many bytes as a parameter has: counted in torch 2.13's
 ``torch/optim/sgd.py`` and ``adam.py`` (``_single_tensor_adam``). An in-op op reads and writes."""
-_HOST_SECONDS = (1.0e-5, 4.3e-5, 1.6e-4)
-"""Torch's seconds on the host for each DTensor parameter in a step of these optimizers, measured with torch 2.13 on one
-core of an AMD EPYC, 50 parameters of 16 elements."""
+_HOST_SECONDS = {"cuda": (1.0e-5, 4.3e-5, 1.6e-4), "cpu": (5.2e-6, 1.03e-5, 2.65e-5)}
+"""Torch's seconds on the host for each parameter in a step of these optimizers, measured with torch 2.13 on one core
+of an AMD EPYC, 50 parameters of 16 elements. On CPUs the step runs on this rank's parts (`runtime/optimizers.py`). For
+GPUs these are the seconds of DTensors, from before it did, so that they are too long: none was there to measure."""
 
 
 def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Machine) -> float:
@@ -236,7 +237,8 @@ def optimizer_seconds(sizes: Sequence[int], states: float, cluster: Machine) -> 
     """
     if cluster.device.allocator == "cpu":
         return sum(optimizer_loads(size, states, cluster)[1] for size in sizes)
-    return max(_host_seconds(states) * len(sizes), bytes_seconds(_reads_and_writes(states) * sum(sizes), cluster))
+    host = _host_seconds(states, cluster) * len(sizes)
+    return max(host, bytes_seconds(_reads_and_writes(states) * sum(sizes), cluster))
 
 
 def optimizer_loads(size: int, states: float, cluster: Machine) -> tuple[float, float]:
@@ -249,7 +251,7 @@ def optimizer_loads(size: int, states: float, cluster: Machine) -> tuple[float, 
     >>> max(host, device) == optimizer_seconds([2**20], 2.0, Cluster.preset("dgx-a100"))
     True
     """
-    traffic, host = _reads_and_writes(states), _host_seconds(states)
+    traffic, host = _reads_and_writes(states), _host_seconds(states, cluster)
     if cluster.device.allocator == "cpu":
         return 0.0, host + traffic / 3 * bytes_seconds(3 * size, cluster)
     return host, bytes_seconds(traffic * size, cluster)
@@ -259,5 +261,5 @@ def _reads_and_writes(states: float) -> float:
     return float(np.interp(states, _STATE_COPIES, _READS_AND_WRITES))
 
 
-def _host_seconds(states: float) -> float:
-    return float(np.interp(states, _STATE_COPIES, _HOST_SECONDS))
+def _host_seconds(states: float, cluster: Machine) -> float:
+    return float(np.interp(states, _STATE_COPIES, _HOST_SECONDS[cluster.device.allocator]))
