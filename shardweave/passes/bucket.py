@@ -3,7 +3,9 @@
 The time of a collective is its latency plus the transfer of its bytes. Independent collectives whose transfers are
 short against the latency are merged, until the transfer takes most of the time. A merge must save more than it delays:
 a gradient that waits for a later one overlaps with less of the backward, and an op waits for all parameters that are
-gathered together with its own. To save memory, large parameters are gathered together within a layer only.
+gathered together with its own. To save memory, large parameters are gathered together within a layer only. Gradients
+that are all-reduced get larger buckets if the backward ends earlier so: where compute beside collectives is slow,
+overlap is worth less than the latencies of several.
 
 A *small* collective takes longer to start than to transfer its bytes: that of a norm's weight or of a bias. Small ones
 are merged across layers, all of a process group into one where it does not become large. What is still small then is
@@ -26,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardweave.cost_model import Cluster, Demand, NodeCosts, bytes_seconds
+from shardweave.cost_model import Cluster, Contention, Demand, NodeCosts, Streams, Transfer, bytes_seconds
 from shardweave.ir import META, Collective, axes_size
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.partition import StateSharding
@@ -36,7 +38,9 @@ from shardweave.sharding import fake_result, info, is_wait, layer_of
 aten = torch.ops.aten
 reshape, permute = aten.reshape.default, aten.permute.default
 FULL_BUCKET_RATIO = 9.0
-"""A bucket is full when its transfer takes this many times its latency."""
+"""A bucket is full when its transfer takes this many times its latency; buckets of all-reduces may be larger."""
+_MIN_SAVING = 0.01
+"""Larger buckets of gradients, which hold more memory, must save this part of the time of the backward."""
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _VIEWS = {reshape, permute, aten.clone.default}
 """Ops that bring a gathered value into its shape."""
@@ -211,10 +215,46 @@ class _Merger:
 
     def buckets(self, only_small: bool) -> list[_Run]:
         """The starts, each alone or with those that it is merged with."""
-        runs = [[member] for member in self.members] if only_small else self._merge_within_layers()
+        runs = [[member] for member in self.members]
+        if not only_small:
+            runs = self._merge_consecutive()
+            runs = self._fill_larger(runs) if self.members[0].collective.kind == "all_reduce" else runs
         return self._carry_small(self._merge_small(runs))
 
-    def _merge_within_layers(self) -> list[_Run]:
+    def _fill_larger(self, runs: list[_Run]) -> list[_Run]:
+        """`runs` of gradients, or larger ones, filled in order, if the backward and its collectives end earlier so.
+
+        Sizes are doubled from that of a full bucket on, until one has all. Gradients that are all-reduced are whole
+        until the optimizer's step anyway; those that are reduce-scattered would be held for longer.
+        """
+        best, least = runs, self._end_of(runs)
+        ratio, filled = FULL_BUCKET_RATIO, runs
+        while len(filled) > 1:
+            filled = []
+            for member in self.members:
+                if filled and not self._is_full(filled[-1], ratio):
+                    filled[-1].append(member)
+                else:
+                    filled.append([member])
+            end = self._end_of(filled)
+            if end < (1 - _MIN_SAVING) * least:
+                best, least = filled, end
+            ratio *= 2
+        return best
+
+    def _end_of(self, runs: Sequence[_Run]) -> float:
+        """Seconds until the compute and all collectives have ended, if these are the only ones."""
+        streams, computed = Streams(Contention.of(self.prices.cluster.device)), 0.0
+        for run in sorted(runs, key=_seconds):
+            streams.compute(_seconds(run) - computed)
+            computed = _seconds(run)
+            streams.start(Transfer("", self._demand(_size(run))))
+        streams.compute(self.end - computed)
+        while streams.is_running:
+            streams.advance()
+        return streams.now
+
+    def _merge_consecutive(self) -> list[_Run]:
         """Merge consecutive starts: of parameters those of one layer, of gradients all."""
         layers: dict[str, list[_Run]] = {}
         for member in self.members:
@@ -277,9 +317,9 @@ class _Merger:
         demand = self._demand(_size(run))
         return demand.transfer < demand.latency
 
-    def _is_full(self, run: _Run) -> bool:
+    def _is_full(self, run: _Run, ratio: float = FULL_BUCKET_RATIO) -> bool:
         demand = self._demand(_size(run))
-        return demand.transfer >= FULL_BUCKET_RATIO * demand.latency
+        return demand.transfer >= ratio * demand.latency
 
     def _demand(self, size: int) -> Demand:
         return self.prices.collective(replace(self.members[0].collective, bytes=size))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardweave.cost_model import Cluster
+from shardweave.cost_model import Cluster, NodeCosts
 from shardweave.cost_model.memory import liveness
 from shardweave.cost_model.options import Options
-from shardweave.ir import Ablation, Grid, Strategy
-from shardweave.passes.bucket import Bucket, sides
+from shardweave.ir import Ablation, Collective, Grid, Strategy
+from shardweave.passes.bucket import Bucket, _Member, _Merger, sides
 from shardweave.passes.codegen import MicroBatchGraphs
 from shardweave.passes.partition import StateSharding
 from shardweave.passes.pipeline import Compiled, lower
@@ -224,6 +227,47 @@ def test_what_would_keep_its_first_user_waiting_stays_apart() -> None:
             start = builder.start("all_gather", builder.tensor(name, rows, 4), AXES, name, "parameter")
             outputs.append(builder.wait(start))
     assert bucketed(builder, outputs) == ["large", "small"]
+
+
+# -- sizes of buckets of gradients
+
+
+def merger(seconds: Sequence[float], megabytes: Sequence[float], end: float, **device: float) -> _Merger:
+    """Of all-reduces of gradients of these sizes that are there after these seconds of a backward."""
+    cluster, start = replace(CLUSTER, device=replace(CLUSTER.device, **device)), fx.Graph().placeholder("start")
+    members = [
+        _Member(start, Collective("all_reduce", AXES, int(1e6 * size), "", "", "gradient"), at, 0, (frozenset(),) * 2)
+        for at, size in zip(sorted(seconds), megabytes)
+    ]
+    return _Merger(members, NodeCosts(cluster), end, 2**40)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 0.1), st.floats(1e-3, 30.0)), min_size=1, max_size=30),
+    st.floats(0, 1e-2),
+    st.floats(1, 3),
+    st.floats(1, 3),
+)
+def test_larger_buckets_are_taken_if_the_backward_ends_earlier(
+    gradients: list[tuple[float, float]], latency: float, compute: float, collectives: float
+) -> None:
+    seconds, sizes = zip(*gradients)
+    device = {"collective_latency": latency, "overlap_slowdown": compute, "collective_slowdown": collectives}
+    each = merger(seconds, sizes, 0.1, **device)
+    usual = each._merge_consecutive()
+    found = each._fill_larger(usual)
+    assert [member for run in found for member in run] == [*each.members]
+    assert each._end_of(found) <= each._end_of(usual)
+    assert found is usual or len(found) < len(usual)
+
+
+def test_buckets_are_larger_where_overlap_hides_little() -> None:
+    """A device whose cores also move the bytes computes at half speed meanwhile: latencies are worth more then."""
+    seconds, sizes, counts = [0.002 * index for index in range(12)], [0.25] * 12, []
+    for slowdown in (1.0, 3.0):
+        each = merger(seconds, sizes, 0.024, collective_latency=1e-3, overlap_slowdown=slowdown)
+        counts.append(len(each._fill_larger(each._merge_consecutive())))
+    assert counts == [2, 1]
 
 
 # -- small ones
