@@ -1,8 +1,9 @@
 """Checks of a step's calls: all ranks pass valid inputs in the same mode, or all of them raise an error.
 
 Each call begins with one small collective. A rank whose inputs are wrong tells the others there, which would otherwise
-wait for it in the step's collectives. In the first calls the ranks also exchange a hash of each input, to find ranks
-that pass other values where all must pass the same.
+wait for it in the step's collectives. It runs beside the forward, which waits for it before its first collective
+(`Agreement`). In the first calls the ranks also exchange a hash of each input, to find ranks that pass other values
+where all must pass the same.
 """
 
 from __future__ import annotations
@@ -42,6 +43,33 @@ class _Report:
     hashes: tuple[tuple[str, str], ...] = ()
 
 
+class Agreement:
+    """What all ranks agree on while the forward of a call begins, until it is waited for by a call of this object.
+
+    Graphs call it before their first collective. Nothing that a refused call must not change may be changed before.
+
+    >>> agreement = Agreement()
+    >>> agreement.begin(lambda: print("all ranks make the same call"))
+    >>> agreement()
+    all ranks make the same call
+    >>> agreement()
+    """
+
+    def __init__(self) -> None:
+        self.__name__ = "agreement"  # by which generated code calls it
+        self._finish: Callable[[], object] | None = None
+
+    def begin(self, finish: Callable[[], object]) -> None:
+        """Let the next call of this object call `finish`, which raises an error on all ranks if they do not agree."""
+        self()  # of a call that was interrupted
+        self._finish = finish
+
+    def __call__(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
 @dataclass
 class CallChecks:
     """Checks the inputs of each call, and agrees on them with the other ranks."""
@@ -58,6 +86,8 @@ class CallChecks:
     """Ranges of indices among the inputs. They are checked on a CPU; a GPU's kernels check them."""
     call: str = ""
     """The call that the step is for, in words: the shapes of its inputs, and the mode of the model."""
+    agreement: Agreement = field(default_factory=Agreement)
+    """For the forward to wait for."""
     takes_parts: bool = True
     """Whether a rank may pass its part of the global batch; not if the step has fewer parts than the first one."""
     _done: int = field(default=0, init=False)
@@ -80,9 +110,10 @@ class CallChecks:
         ------
         InputError
             On all ranks, if a tensor on one of them has another shape or dtype than the step was compiled for, or if
-            ranks pass different tensors where they should pass the same.
+            ranks pass different tensors where they should pass the same. Ranks without an error may raise it later,
+            when they call `agreement`.
         IndexRangeError
-            On all ranks, if an index on one of them is out of range.
+            On all ranks, if an index on one of them is out of range; as above.
         """
         given: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -105,8 +136,12 @@ class CallChecks:
             hashing = self._done < self.checked_calls
             self._done += 1
             hashes = self._hashes(values, parts) if hashing and caught is None else ()
-            reports = self._agree(self.call, state, caught, hashes, hashing)
-            self._check_values(reports)
+            finish = self._begin_to_agree(self.call, state, caught, hashes, hashing)
+            exchanges = self.local is not None and self.local.exchanges  # of samples, which is collective
+            if hashing or exchanges or caught is not None:
+                self._check_values(finish())
+            else:
+                self.agreement.begin(finish)
         if self.local is None:
             self.passes_parts = self.are_parts(values)
             return given, parts
@@ -166,29 +201,37 @@ class CallChecks:
         coordinates = self.spec.mesh.coordinates(self.mesh.rank)
         return [local_input(value, spec, coordinates) for value, spec in zip(values, self.spec.inputs, strict=True)]
 
-    def _agree(
+    def _agree(self, *what: Any) -> list[_Report]:
+        return self._begin_to_agree(*what)()
+
+    def _begin_to_agree(
         self,
         call: str,
         running: Mapping[str, bool],
         caught: Exception | None,
         hashes: tuple[tuple[str, str], ...],
         hashing: bool,
-    ) -> list[_Report]:
-        """The reports of all ranks, after checks; none where the ranks need not exchange them."""
+    ) -> Callable[[], list[_Report]]:
+        """A function that returns the reports of all ranks, after checks; none where they need not exchange them."""
         # 1. One all-reduce. It is enough if all ranks make the same call in the same mode and no hashes are due.
         flags = (hashing, *running.values())
         digest = int(blake2b(call.encode(), digest_size=6).hexdigest(), 16) << len(flags)
         code = 0 if caught is not None else 1 + digest + sum(flag << place for place, flag in enumerate(flags))
-        if _same_on_all_ranks(code, self.group) and code and not hashing:
-            return []
-        # 2. Exchange errors, calls, modes and hashes.
-        mine = _Report(None if caught is None else Failure.of(caught), call, running, hashes)
-        with collective("comparing the inputs of a call", self.group):
-            reports: list[_Report] = all_gather_objects(mine, self.group)
-        raise_failures([report.failure for report in reports], caught, "no rank runs this call, as it fails")
-        _check_calls(reports)
-        self._check_modes(reports)
-        return reports
+        is_same = _begin_to_compare(code, self.group)
+
+        def finish() -> list[_Report]:
+            if is_same() and code and not hashing:
+                return []
+            # 2. Exchange errors, calls, modes and hashes.
+            mine = _Report(None if caught is None else Failure.of(caught), call, running, hashes)
+            with collective("comparing the inputs of a call", self.group):
+                reports: list[_Report] = all_gather_objects(mine, self.group)
+            raise_failures([report.failure for report in reports], caught, "no rank runs this call, as it fails")
+            _check_calls(reports)
+            self._check_modes(reports)
+            return reports
+
+        return finish
 
     def _check_modes(self, reports: Sequence[_Report]) -> None:
         for what in reports[0].running:
@@ -314,7 +357,7 @@ def agree_on_graph(group: dist.ProcessGroup, graph_hash: str | None) -> None:
         On all ranks, if they do not do the same.
     """
     code = 0 if graph_hash is None else 1 + int(graph_hash[:15], 16)
-    if _same_on_all_ranks(code, group):
+    if _begin_to_compare(code, group)():
         return
     with collective("agreeing on a call of the model", group):
         found = all_gather_objects(graph_hash, group)
@@ -334,12 +377,18 @@ def ranks_agree(checked_calls: float) -> bool:
     return checked_calls >= 0
 
 
-def _same_on_all_ranks(code: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks have the same `code`; one all-reduce of two numbers."""
-    most = torch.tensor([code, -code])
-    with collective("agreeing on a call of the model", group):
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return int(most[0]) == -int(most[1])
+def _begin_to_compare(code: int, group: dist.ProcessGroup | None) -> Callable[[], bool]:
+    """Begin to compare a `code` over the ranks, by one all-reduce; the result returns whether all have the same."""
+    most, doing = torch.tensor([code, -code]), "agreeing on a call of the model"
+    with collective(doing, group):
+        work = dist.all_reduce(most, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def is_same() -> bool:
+        with collective(doing, group):
+            work.wait()
+        return int(most[0]) == -int(most[1])
+
+    return is_same
 
 
 def _hash(value: torch.Tensor) -> str:

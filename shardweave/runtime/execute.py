@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, raise_if_rank_lost
 from shardweave.ir import META, LostRankError, ParallelError, StepSpec, axes_size
+from shardweave.runtime.call_checks import Agreement
 from shardweave.runtime.grad_accumulation import (
     Accumulation,
     Boxed,
@@ -36,7 +37,9 @@ from shardweave.runtime.prediction_check import PredictionCheck
 from shardweave.runtime.tensor import as_gradient_of, untraced
 
 
-def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None = None) -> Boxed:
+def boxed(
+    constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None = None, agreement: Agreement | None = None
+) -> Boxed:
     """The compiled code of `graph`, with its arguments in one list. It takes `graph` over.
 
     - If a collective loses a rank, this call and all later ones raise a LostRankError that names the rank.
@@ -52,6 +55,8 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
         The result of `RuntimeMesh.bound`.
     mesh : RuntimeMesh, optional
         The mesh that `graph` is bound to. Without it, other ranks are not told of a failure.
+    agreement : Agreement, optional
+        Called before the first collective of `graph`, or at its end. Its errors are those of all ranks.
 
     Examples
     --------
@@ -60,6 +65,9 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
     >>> boxed(double, double.graph)(arguments), arguments
     ([tensor(2.)], [])
     """
+    if agreement is not None:
+        with graph.inserting_before(next(filter(_is_collective, graph.nodes), graph.output_node())):
+            graph.call_function(agreement)
     generator = copy.copy(graph._codegen)
     generator.gen_fn_def = MethodType(_boxed_definition, generator)  # type: ignore[method-assign]
     graph.set_codegen(generator)
@@ -77,6 +85,10 @@ def boxed(constants: fx.GraphModule, graph: fx.Graph, mesh: RuntimeMesh | None =
             return run(arguments)
         except Exception as error:  # the other ranks must not wait for this one, whatever the error is
             node = _raised_at(error, module.graph)
+            if node is not None and node.target is agreement:
+                raise
+            if agreement is not None:
+                agreement()  # the other ranks wait for it; if they refuse the call, this error does not matter
             found = _failure(error, node, mesh)
             if mesh is not None and not isinstance(found, LostRankError):
                 all_failed = found is error and node is not None and mesh.all_failed_at(node.name)
@@ -178,6 +190,8 @@ class Executor:
     """Returns the seed of a call, the same on all ranks; None for a step that draws no random numbers."""
     make_runner: Callable[[Accumulation], MicroBatchRunner] | None = None
     """Makes the `MicroBatchRunner` of a step that accumulates gradients."""
+    agreement: Agreement = field(default_factory=Agreement)
+    """What the ranks agree on while a call begins. `forward` waits for it before its first collective."""
     check: PredictionCheck | None = None
     """Compares the first training steps with what the plan predicts."""
     shared: Accumulation = field(default_factory=Accumulation)
@@ -290,6 +304,7 @@ class Executor:
         changes = [spec.change for spec in (*self.spec.parameters, *self.spec.buffers)]
         if not any(changes):
             return
+        self.agreement()
         for change, tensor in zip(changes, (*parameters, *self.buffers()), strict=True):
             if change is not None:
                 part = local_tensor(tensor).detach()
@@ -317,6 +332,8 @@ class Executor:
 
         With `several`, the graphs for gradient accumulation run.
         """
+        if several or self.seeds is not None:  # a call that is refused draws no seed
+            self.agreement()
         buffers = self.buffers()
         local = [local_tensor(buffer) for buffer in buffers]
         count = len(self.spec.mutated_buffers) + len(self.spec.outputs)
@@ -358,6 +375,7 @@ class Executor:
         is_reduced : bool
             Which of the two.
         """
+        self.agreement()
         # 1. Split the inputs, and compute the values that are summed over the whole batch first.
         (axis,) = self.spec.mesh.micro_batch_axes
         layouts = self.spec.micro_batch_layouts

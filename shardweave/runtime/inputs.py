@@ -224,6 +224,8 @@ class LocalBatch:
         digits = _digits_in_samples(spread)
         self.samples = spread.layout.global_shape[0] // spread.rows
         self._own = {rank: self._samples_of(rank, digits) for rank in self.ranks}
+        self.exchanges = any(self._copy_axes(value.layout) for value in batched)
+        """Whether several ranks compute the same samples, and are to be given them."""
         for value in batched:
             _digits_in_samples(value)
         for output in spec.outputs:

@@ -46,7 +46,7 @@ from shardweave.ir import (
 )
 from shardweave.ops import IndexChecks, Seeds, all_reduced
 from shardweave.passes import Step, recompute_fusible
-from shardweave.runtime.call_checks import Batch, CallChecks, group_of_calls
+from shardweave.runtime.call_checks import Agreement, Batch, CallChecks, group_of_calls
 from shardweave.runtime.compute_kernels import InductorMode, RegionCompiler
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import Accumulation, Boxed, MicroBatchRunner
@@ -67,7 +67,7 @@ from shardweave.runtime.tensor import ParallelTensor, distribute, gather, untrac
 
 _STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
              "_local", "_calls", "_tree_guard", "_constants", "_bind", "_recompile", "_hidden",
-             "_accumulation", "_steps", "_known", "_passes_parts", "_regions")  # fmt: skip
+             "_accumulation", "_steps", "_known", "_passes_parts", "_regions", "_agreement")  # fmt: skip
 """Attributes of a parallel module that belong to its compiled steps."""
 _ATTRIBUTES = (*_STEP_ATTRIBUTES, "unset", "_seeds")
 """The attributes of a parallel module that the model does not have."""
@@ -237,6 +237,7 @@ class ParallelModule(nn.Module):
         self.mesh = RuntimeMesh(self.spec.mesh, devices.pop() if len(devices) == 1 else None, timeout)
         self._coordinates = self.spec.mesh.coordinates(self.mesh.rank)
         self._regions = RegionCompiler(inductor, self.mesh.device_type)
+        self._agreement = Agreement()
         graphs_of_rank = self._bound_graphs(step)
         # 2. Copy the module tree, with sharded parameters.
         register_hook()
@@ -514,10 +515,10 @@ class ParallelModule(nn.Module):
         if backward is not None and self._regions.is_on:
             num_results = len(step.spec.mutated_buffers) + len(step.spec.outputs)
             forward, backward = recompute_fusible(forward, backward, num_results)
-        return self._bound(forward), None if backward is None else self._bound(backward)
+        return self._bound(forward, self._agreement), None if backward is None else self._bound(backward)
 
-    def _bound(self, graph: fx.GraphModule) -> Boxed:
-        return boxed(graph, self._regions(graph, self.mesh.bind_graph(graph.graph)), self.mesh)
+    def _bound(self, graph: fx.GraphModule, agreement: Agreement | None = None) -> Boxed:
+        return boxed(graph, self._regions(graph, self.mesh.bind_graph(graph.graph)), self.mesh, agreement)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -776,6 +777,7 @@ def _bound_attributes(
         InputGradients(spec, mesh, local),
         (lambda: module._seeds()) if spec.draws else None,
         None if make is None else lambda sums: MicroBatchRunner(make(), spec, mesh.coordinates, module._bound, sums),
+        module._agreement,
         check,
         shared,
     )
@@ -788,6 +790,7 @@ def _bound_attributes(
         checked_calls,
         compiled.checks,
         compiled.call,
+        module._agreement,
         takes_parts=spec.data_axes == planned.data_axes,
     )
     return {
