@@ -246,11 +246,11 @@ def _select(
         translator.symbolic_locals.clear()
         translator.symbolic_locals.update(variables)
         translator.instruction_pointer, known = start, {*graph.nodes}
-        with _without_effects() as (drawn, writes):
+        with _without_effects() as writes:
             while (end := translator.instruction_pointer) not in ends:
                 if translator.instructions[end].opname.startswith(_REFUSED) or not translator.step():
                     raise _NoSelectionError
-        if drawn or (torch.is_grad_enabled(), torch.is_autocast_enabled()) != modes:
+        if (torch.is_grad_enabled(), torch.is_autocast_enabled()) != modes:
             raise _NoSelectionError
         if (last := translator.instructions[end]).opname == "RETURN_CONST":
             translator.push(dynamo.variables.ConstantVariable.create(last.argval))
@@ -394,10 +394,10 @@ def _trained(node: fx.Node) -> set[fx.Node]:
 
 
 @contextlib.contextmanager
-def _without_effects() -> Iterator[tuple[list[Any], set[StorageWeakRef]]]:
+def _without_effects() -> Iterator[set[StorageWeakRef]]:
     """While this runs, Dynamo refuses to change objects that were there before, other than tensors.
 
-    Yields the ops that draw numbers, and the storages that are written.
+    Yields the storages that are written.
     """
     from torch._dynamo.current_scope_id import enter_new_scope
     from torch._dynamo.side_effects import SideEffects
@@ -406,12 +406,9 @@ def _without_effects() -> Iterator[tuple[list[Any], set[StorageWeakRef]]]:
 
     dispatch: Callable[..., Any] = FakeTensorMode.dispatch
     set_item: Callable[..., Any] = ConstDictVariable.call_method
-    drawn: list[Any] = []
     written: set[StorageWeakRef] = set()
 
     def noted(self: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
-            drawn.append(op)
         for index, described in enumerate(op._schema.arguments if hasattr(op, "_schema") else ()):
             if described.alias_info is not None and described.alias_info.is_write:
                 given = args[index] if index < len(args) else (kwargs or {}).get(described.name)
@@ -432,4 +429,4 @@ def _without_effects() -> Iterator[tuple[list[Any], set[StorageWeakRef]]]:
         mock.patch.object(FakeTensorMode, "dispatch", noted),
         mock.patch.object(ConstDictVariable, "call_method", call_method),
     ):
-        yield drawn, written
+        yield written

@@ -227,7 +227,7 @@ class Branching(nn.Module):
         return hidden
 
 
-DOING_MORE = ["drawn", "counted", "listed", "in_place", "returned_in_loop", "cut", "looped", "of_other_parameters"]
+DOING_MORE = ["counted", "listed", "in_place", "returned_in_loop", "cut", "looped", "of_other_parameters"]
 
 
 SELECTED = ["clamped", "checkpointed", "infinite", "nested", "numbered", "of_parameter", "returned", "conditional"]
@@ -237,6 +237,13 @@ SELECTED = ["clamped", "checkpointed", "infinite", "nested", "numbered", "of_par
 def test_a_branch_that_does_more_than_to_assign_is_refused(kind: str) -> None:
     with pytest.raises(CaptureError, match=r"a branch depends on the values of tensors\n.*(if|while) is_large:"):
         capture(Branching(kind), torch.ones(4, 8))
+
+
+def test_a_side_that_draws_random_numbers_may_be_selected() -> None:
+    model = Branching("drawn")
+    captured = capture(model, torch.ones(4, 8))
+    assert_computes(captured, model, (torch.zeros(4, 8),), {})  # the other side
+    assert any("philox" in str(node.target) or "dropout" in str(node.target) for node in captured.graph.graph.nodes)
 
 
 def test_what_a_branch_assigns_must_not_be_written_in_place_later() -> None:
