@@ -9,6 +9,9 @@ Selections
 
 Numbers
     A branch on a number that depends on tensors, such as ``x.amax().item() > 9``, is one on a tensor.
+
+Loops
+    A loop over ``x.nonzero()`` is one over all places of x, where a branch skips those that are zero (`_all_places`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import contextlib
 import dis
 import itertools
 import linecache
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -38,15 +42,9 @@ def branches_traced(form: Callable[[Any, Any, bool, Jump], None]) -> Iterator[No
     """While this runs, Dynamo traces a branch on a tensor by `form`.
 
     That gets Dynamo's translator, the instruction, whether it jumps where the tensor is true, and what traces it
-    otherwise.
+    otherwise. A tensor whose value is known while tracing is a number.
     """
     dynamo: Any = torch._dynamo  # loaded by the first capture, not by the import of this package
-    translators = dynamo.symbolic_convert
-    kinds = (
-        translators.InstructionTranslator,
-        translators.InliningInstructionTranslator,
-        translators.InliningGeneratorInstructionTranslator,
-    )
 
     def patched(name: str, jump: Jump) -> Jump:
         jumps_if = name.endswith("TRUE")
@@ -55,18 +53,42 @@ def branches_traced(form: Callable[[Any, Any, bool, Jump], None]) -> Iterator[No
             if isinstance(self.stack[-1], dynamo.variables.SymNodeVariable):
                 self.stack[-1] = _known_or_tensor(self, self.stack[-1])
             if isinstance(self.stack[-1], dynamo.variables.TensorVariable):
+                if (known := _known_number(self.stack[-1])) is not None:
+                    self.stack[-1] = known
+                    return jump(self, instruction)
                 return form(self, instruction, jumps_if, jump)
             return jump(self, instruction)
 
         return branch
 
+    with _instructions_traced(dict.fromkeys(_BRANCHES, patched)):
+        yield
+
+
+@contextlib.contextmanager
+def _instructions_traced(forms: Mapping[str, Callable[[str, Jump], Jump]]) -> Iterator[None]:
+    """While this runs, Dynamo traces instructions by what `forms` make of their names and their own functions."""
+    translators: Any = torch._dynamo.symbolic_convert
+    kinds = (
+        translators.InstructionTranslator,
+        translators.InliningInstructionTranslator,
+        translators.InliningGeneratorInstructionTranslator,
+    )
     with contextlib.ExitStack() as stack:
         for kind in kinds:
             table: list[Any] = list(kind.dispatch_table)
-            for name in set(_BRANCHES) & set(dis.opmap):
-                table[dis.opmap[name]] = patched(name, table[dis.opmap[name]])
+            for name in forms.keys() & dis.opmap.keys():
+                table[dis.opmap[name]] = forms[name](name, table[dis.opmap[name]])
             stack.enter_context(mock.patch.object(kind, "dispatch_table", table))
         yield
+
+
+def _known_number(variable: Any) -> Any:
+    """The one element of a tensor whose value is known while tracing, as Dynamo's constant; else None."""
+    constant = getattr(variable.as_proxy().node.meta.get("example_value"), "constant", None)
+    if constant is None or constant.numel() != 1:
+        return None
+    return torch._dynamo.variables.ConstantVariable.create(constant.item())
 
 
 def _known_or_tensor(translator: Any, number: Any) -> Any:
@@ -137,12 +159,15 @@ def _raised_message(translator: Any, index: int) -> str | None:
 
 
 CHANGED_PARAMETER = "a branch on a tensor changes a parameter that is trained"
+LOOP = "a loop over what is nonzero leaves early, changes objects, or assigns no tensors of the same shape"
 
 
 class _NoSelectionError(Exception):
     """A branch does more than to assign tensors."""
 
 
+_KEEP_ORDER = "flatten", "reshape", "view", "ravel", "squeeze", "contiguous", "clone", torch.flatten, torch.squeeze
+_NONZERO = "nonzero", "argwhere", torch.nonzero, torch.argwhere, torch.where
 _RETURNS = "RETURN_VALUE", "RETURN_CONST"
 _RAISES = "RAISE", "RERAISE"
 _REFUSED = *_RAISES, "YIELD", "SEND", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME", "DELETE", "IMPORT"
@@ -164,6 +189,9 @@ def branches_selected() -> Iterator[None]:
         What was selected, or selected from, is written in place later: the branch does not copy, a selection does.
     """
     selected: list[tuple[Tensor, int, str]] = []
+    loops: dict[int, tuple[Any, list[Any]]] = {}
+    inside: list[int] = []
+    dynamo: Any = torch._dynamo
     errors: Any = torch._dynamo.exc
     refusals = _NoSelectionError, errors.Unsupported, errors.ObservedException, errors.TorchRuntimeError
 
@@ -174,7 +202,7 @@ def branches_selected() -> Iterator[None]:
             return jump(self, instruction)
         condition, line = self.pop(), self.lineno
         try:
-            return _select(self, condition, starts, ends, jumps_if, selected)
+            return _select(self, condition, starts, ends, jumps_if, selected, bool(inside))
         except (*refusals, RuntimeError) as error:
             self.current_instruction = instruction
             self.starts_line(line)
@@ -183,7 +211,51 @@ def branches_selected() -> Iterator[None]:
             self.push(condition)
             return jump(self, instruction)
 
-    with branches_traced(branch):
+    def started(_: str, start: Jump) -> Jump:
+        def iterate(self: Any, instruction: Any) -> None:
+            found = None
+            if self.instructions[self.instruction_pointer].opname == "FOR_ITER":
+                found = _all_places(self, self.stack[-1].realize())
+            if found is None:
+                return start(self, instruction)
+            self.stack[-1] = found[0]
+            loops[id(found[0])] = found
+            return None
+
+        return iterate
+
+    def continued(_: str, step: Jump) -> Jump:
+        def iterate(self: Any, instruction: Any) -> None:
+            head, line = self.instruction_pointer - 1, self.lineno
+            places, are_hit = loops.get(id(self.stack[-1]), (None, ()))
+            index = 0 if places is None else places.index
+            step(self, instruction)
+            if index >= len(are_hit):
+                return
+            item = self.pop()
+            inside.append(head)
+            try:
+                _select(self, are_hit[index], (head + 1, head), {head}, False, selected, True, item)
+            except refusals as error:
+                self.current_instruction = instruction
+                self.starts_line(line)
+                raise RuntimeError(LOOP) from error
+            finally:
+                inside.pop()
+
+        return iterate
+
+    def formatted(_: str, form: Jump) -> Jump:
+        def string(self: Any, instruction: Any) -> None:
+            value = self.stack[-1].realize()
+            if isinstance(value, dynamo.variables.TensorVariable) and not value.ndim:
+                self.stack[-1] = _known_number(value) or value
+            form(self, instruction)
+
+        return string
+
+    forms = {"GET_ITER": started, "FOR_ITER": continued, "FORMAT_VALUE": formatted, "FORMAT_SIMPLE": formatted}
+    with branches_traced(branch), _instructions_traced(forms):
         yield
     for value, version, line in selected:
         if value._version != version:
@@ -192,17 +264,8 @@ def branches_selected() -> Iterator[None]:
 
 def _ends_of_branch(translator: Any, branch: int) -> set[int]:
     """The instructions where both sides of a branch end: the one where they meet, or all returns; empty in a loop."""
-    instructions, leave = translator.instructions, -1
-    # 1. The instructions that may follow each
-    flow = networkx.DiGraph()
-    for index, each in enumerate(instructions):
-        if each.opname in _RETURNS:
-            flow.add_edge(index, leave)
-        elif not each.opname.startswith((*_RAISES, "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")):
-            flow.add_edge(index, index + 1)
-        if each.target is not None:
-            flow.add_edge(index, translator.indexof[each.target])
-    # 2. The first one that both sides come to, whatever they do before
+    flow, leave = _flow(translator), _LEAVE
+    # The first one that both sides come to, whatever they do before
     end = networkx.immediate_dominators(flow.reverse(copy=False), leave).get(branch, leave)
     ends = {end} if end != leave else {*flow.predecessors(leave)}
     flow.remove_nodes_from({end, leave})
@@ -210,13 +273,89 @@ def _ends_of_branch(translator: Any, branch: int) -> set[int]:
     return set() if any(branch in flow[index] for index in region) else ends
 
 
+_LEAVE = -1
+
+
+def _flow(translator: Any) -> networkx.DiGraph:
+    """The instructions that may follow each, by their indices; `_LEAVE` follows a return."""
+    flow = networkx.DiGraph()
+    for index, each in enumerate(translator.instructions):
+        if each.opname in _RETURNS:
+            flow.add_edge(index, _LEAVE)
+        elif not each.opname.startswith((*_RAISES, "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")):
+            flow.add_edge(index, index + 1)
+        if each.target is not None:
+            flow.add_edge(index, translator.indexof[each.target])
+    return flow
+
+
+def _is_read(translator: Any, name: str, start: int) -> bool:
+    """Whether a local variable is read from an instruction on, before it is assigned.
+
+    Dynamo's own analysis does not count assignments in loops.
+    """
+    flow, seen, waiting = _flow(translator), {start, _LEAVE}, [start]
+    while waiting:
+        index = waiting.pop()
+        each = translator.instructions[index]
+        following = {*flow.successors(index)}
+        if each.exn_tab_entry:
+            following.add(translator.indexof[each.exn_tab_entry.target])
+        if each.argval == name and each.opname.startswith(("LOAD", "DELETE")):
+            return True
+        if each.argval != name or not each.opname.startswith("STORE"):
+            waiting += following - seen
+            seen |= following
+    return False
+
+
+def _all_places(translator: Any, values: Any) -> tuple[Any, list[Any]] | None:
+    """Of a tensor made by ``x.nonzero()`` of one dimension: an iterator over all places, and which are in the tensor.
+
+    None of another tensor, or of what is no tensor. The places are tensors whose values are known while tracing.
+    """
+    dynamo: Any = torch._dynamo
+    if not isinstance(values, dynamo.variables.TensorVariable):
+        return None
+    # 1. What was nonzero? The ops in between keep the order.
+    source = values.as_proxy().node
+    shape, dtype = source.meta["example_value"].shape, source.meta["example_value"].dtype
+    while source.op != "placeholder" and (
+        source.target in _KEEP_ORDER or source.target is operator.getitem and source.args[1] in (0, (slice(None), 0))
+    ):
+        source = source.args[0]
+    if source.op == "placeholder" or source.target not in _NONZERO or len(source.args) != 1:
+        return None
+    size = source.args[0].meta["example_value"].shape
+    is_list = len(shape) == 1 or len(shape) == 2 and shape[1] == 1
+    if len(size) != 1 or not isinstance(size[0], int) or dtype != torch.int64:
+        return None
+    if not is_list or not isinstance(shape[0], torch.SymInt):
+        return None
+
+    def call(kind: str, target: Any, *args: Any) -> Any:
+        proxy = translator.output.create_proxy(kind, target, args, {})
+        return dynamo.variables.builder.wrap_fx_proxy(translator, proxy)
+
+    # 2. Compare with all places. Writes into `values` from now on change nothing in a loop over them.
+    every = call("call_function", torch.tensor, [*range(size[0])]).as_proxy()
+    equal = call("call_method", "eq", call("call_method", "reshape", values.as_proxy(), -1, 1).as_proxy(), every)
+    found = call("call_method", "any", equal.as_proxy(), 0).as_proxy()
+    are_hit = [call("call_function", torch.select, found, 0, place) for place in range(size[0])]
+    items = [call("call_function", torch.tensor, [place] if len(shape) == 2 else place) for place in range(size[0])]
+    new = dynamo.variables.base.ValueMutationNew()
+    return dynamo.variables.lists.ListIteratorVariable(items, mutation_type=new), are_hit
+
+
 def _select(
     translator: Any, condition: Any, starts: tuple[int, int], ends: set[int], jumps_if: bool,
-    selected: list[tuple[Tensor, int, str]],
+    selected: list[tuple[Tensor, int, str]], in_loop: bool, item: Any = None,
 ) -> None:  # fmt: skip
     """Trace both sides of a branch, and go on behind them with the values that the condition selects.
 
-    `selected` gets the tensors that must not be written from now on, with their versions and the source line.
+    `selected` gets the tensors that must not be written from now on, with their versions and the source line. With
+    an `item`, the first side is the body of a loop that starts with it, and the other side does nothing. In such a
+    loop, parameters may have gradients of zero from what is skipped.
     """
     dynamo: Any = torch._dynamo
     output, graph = translator.output, translator.output.graph
@@ -224,6 +363,14 @@ def _select(
     def call(kind: str, target: Any, *args: Any) -> Any:
         proxy = output.create_proxy(kind, target, args, {})
         return dynamo.variables.builder.wrap_fx_proxy(translator, proxy)
+
+    def gated(proxy: fx.Proxy, if_true: bool, first: fx.Node) -> fx.Proxy:
+        """A copy of a value, made before the node `first`, that passes gradients on if the condition is `if_true`."""
+        pair = proxy, call("call_method", "detach", proxy).as_proxy()
+        gate: fx.Proxy = call("call_function", torch.where, chosen, *(pair if if_true else pair[::-1])).as_proxy()
+        first.prepend(pair[1].node)
+        first.prepend(gate.node)
+        return gate
 
     # 1. The condition as one boolean
     value = condition.as_proxy().node.meta["example_value"]
@@ -246,9 +393,13 @@ def _select(
         translator.symbolic_locals.clear()
         translator.symbolic_locals.update(variables)
         translator.instruction_pointer, known = start, {*graph.nodes}
+        if item is not None and start not in ends:
+            translator.push(item)
         with _without_effects() as writes:
             while (end := translator.instruction_pointer) not in ends:
-                if translator.instructions[end].opname.startswith(_REFUSED) or not translator.step():
+                name = translator.instructions[end].opname
+                leaves = item is not None and (name in _RETURNS or len(translator.stack) < len(stack))
+                if leaves or name.startswith(_REFUSED) or not translator.step():
                     raise _NoSelectionError
         if (torch.is_grad_enabled(), torch.is_autocast_enabled()) != modes:
             raise _NoSelectionError
@@ -278,15 +429,18 @@ def _select(
         if any(node.op == "placeholder" and before.get(node, _state(node))[1] for node in used):
             raise RuntimeError(CHANGED_PARAMETER)
         is_one = len({id(node.meta["example_value"]) for node in used}) == 1 and used[0] in names
-        if not is_one or any(_state(node)[1] for node in names):
+        if not is_one or not in_loop and any(_state(node)[1] for node in names):
             raise _NoSelectionError  # there are several views, or it takes part in gradients
         place = used[0]
         proxy, copies = fx.Proxy(place, output.current_tracer), list[fx.Proxy]()
-        for (_, _, new), writes in zip(sides, written, strict=True):
+        for (_, _, new), writes, is_target in zip(sides, written, (False, True), strict=True):
             copies.append(proxy)
             if storage in writes:
-                copies[-1] = call("call_method", "clone", proxy).as_proxy()
-                new[0].prepend(copies[-1].node)
+                if before.get(place, (0, False))[1]:
+                    copies[-1] = gated(proxy, is_target == jumps_if, new[0])
+                else:
+                    copies[-1] = call("call_method", "clone", proxy).as_proxy()
+                    new[0].prepend(copies[-1].node)
                 for user, name in itertools.product(new, used):
                     user.replace_input_with(name, copies[-1].node)
         value = call("call_function", torch.where, selecting, *(copies[::-1] if jumps_if else copies))
@@ -299,14 +453,9 @@ def _select(
         for node in dict.fromkeys(arg for user in new for arg in user.all_input_nodes if arg in old):
             if node.meta["example_value"].requires_grad:
                 proxy = fx.Proxy(node, output.current_tracer)
-                pair = proxy, call("call_method", "detach", proxy).as_proxy()
-                gate = call("call_function", torch.where, chosen, *(pair if is_target == jumps_if else pair[::-1]))
-                places = gate.as_proxy().node, pair[1].node
-                for made in places:
-                    new[0].prepend(made)
-                places[0].prepend(places[1])
+                gate = gated(proxy, is_target == jumps_if, new[0]).node
                 for user in new:
-                    user.replace_input_with(node, places[0])
+                    user.replace_input_with(node, gate)
     # 6. Select each variable that is needed later, and what is left on the stack.
     def merged(one: Any, other: Any) -> Any:
         one, other = one.realize(), other.realize()
@@ -328,8 +477,9 @@ def _select(
         proxies = inputs(one.as_proxy()), inputs(other.as_proxy())
         nodes = [proxy.node for proxy in proxies]
         values = [node.meta["example_value"] for node in nodes]
-        kinds = {(value.shape, value.dtype, value.device, value.requires_grad) for value in values}
-        if len(kinds) != 1 or values[0].requires_grad and _trained(nodes[0]) != _trained(nodes[1]):
+        kinds = {(value.shape, value.dtype, value.device) for value in values}
+        trained = [_trained(node) if node.meta["example_value"].requires_grad else None for node in nodes]
+        if len(kinds) != 1 or not in_loop and trained[0] != trained[1]:
             raise _NoSelectionError
         pair = proxies[::-1] if jumps_if else proxies
         result = call("call_function", torch.where, selecting, *pair)
@@ -342,7 +492,6 @@ def _select(
     (one_stack, ones, _), (other_stack, others, _) = sides
     if len(one_stack) != len(other_stack):
         raise _NoSelectionError
-    live = dynamo.bytecode_analysis.livevars_analysis(translator.instructions, translator.instructions[end])
     pairs = list(zip(one_stack, other_stack, strict=True))
     translator.stack = [merged(one, other) for one, other in pairs]
     if of_values := [stop for stop in stops if translator.instructions[stop].opname == "RETURN_VALUE"]:
@@ -353,7 +502,7 @@ def _select(
         one, other = ones.get(name), others.get(name)
         if one is other:
             continue
-        if name not in live:
+        if not _is_read(translator, name, end):
             translator.symbolic_locals.pop(name, None)
         elif one is None or other is None:
             raise _NoSelectionError

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardweave.compiler.branches import CHANGED_PARAMETER
+from shardweave.compiler.branches import CHANGED_PARAMETER, LOOP
 from shardweave.compiler.constants import INDEXED
 from shardweave.compiler.dynamo_workarounds import HINTS
 from shardweave.ir import CaptureError, InternalError, ParallelError
@@ -257,6 +257,8 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
         return INDEXED, "Read it by torch.index_select(x, dim, t.reshape(1)), a copy; write it as x[t] = value."
     if CHANGED_PARAMETER in text:
         return CHANGED_PARAMETER, PARAMETER_WAY_OUT
+    if LOOP in text:
+        return LOOP, _WAY_OUT
     if "data-dependent expression" in text or "nbacked symbol" in text:
         return "a number depends on the values of tensors", _WAY_OUT
     explanation = re.search(r"Explanation: (.+)", text)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardweave as sw
+from shardweave.compiler.capture import capture
+from shardweave.ir import CaptureError
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import Way, compile_ways
 from tests.models import Case
@@ -26,7 +28,7 @@ class Selects(nn.Module):
         super().__init__()
         self.kind = kind
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        if kind == "mixture":
+        if kind in ("mixture", "hits"):
             self.gate = nn.Linear(8, EXPERTS)
             self.experts = nn.ModuleList(
                 nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(EXPERTS)
@@ -48,6 +50,26 @@ class Selects(nn.Module):
 
     def mixture(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return (hidden + self.mixture_of(hidden)).pow(2).mean()
+
+    def hits(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        weights, chosen = self.gate(hidden).softmax(-1).topk(1)
+        mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        result = torch.zeros_like(hidden)
+        for index in mask.sum(dim=(-1, -2)).gt(0).nonzero():
+            top, rows = torch.where(mask[index].squeeze(0))
+            if rows.numel() == 0:
+                continue
+            result.index_add_(0, rows, self.experts[int(index)](hidden[rows]) * weights[rows, top, None])
+        unused = sum(p.sum() * 0 for p in self.experts.parameters())  # on one device, skipped ones get no gradient
+        return (hidden + result).pow(2).mean() + unused
+
+    def classes(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        loss, scales = hidden.new_zeros(()), {f"{index}": index + 1 for index in range(8)}
+        for label in F.one_hot(labels, 8).sum(0).nonzero().flatten():
+            if label == 7:
+                continue
+            loss = loss + hidden[labels == label].pow(2).mean() * scales[f"{label}"]  # not a number of no rows
+        return loss
 
     def kept(self, hidden: Tensor, labels: Tensor) -> Tensor:
         losses = F.cross_entropy(hidden, labels, reduction="none")
@@ -105,7 +127,7 @@ class Selects(nn.Module):
 
 KINDS = (
     "kept", "kept_rows", "centred", "written", "filled", "placed", "masked", "loops", "cut", "scaled", "repeated",
-    "shared", "distinct", "mixture",
+    "shared", "distinct", "mixture", "hits", "classes",
 )  # fmt: skip
 
 
@@ -142,6 +164,42 @@ def test_trains_as_on_one_device(kind: str, pool: WorkerPool) -> None:
     steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
     run = partial(same_in_both_worlds, losses_and_gradients, steps, [way.name for way in ways], case)
     assert pool.run(run, nprocs=4) == [[]] * 4
+
+
+def leaves(x: Tensor) -> Tensor:
+    for place in x[:, 0].nonzero():
+        x = x * 2
+        if place == 2:
+            break
+    return x
+
+
+def returns(x: Tensor) -> Tensor:
+    for place in x[:, 0].nonzero():
+        return x[place]
+    return x
+
+
+def appends(x: Tensor) -> Tensor:
+    rows = []
+    for place in x[:, 0].nonzero():
+        rows.append(x[place])
+    return torch.cat(rows)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("function", [leaves, returns, appends])
+def test_a_loop_over_what_is_nonzero_that_does_more_than_to_assign_is_refused(function: Any) -> None:
+    with pytest.raises(CaptureError, match=r"a loop over what is nonzero leaves early.*\n.*place"):
+        capture(Calls(function), torch.ones(4, 8))
 
 
 @pytest.mark.parametrize("kind", ["kept", "mixture", "cut"])
