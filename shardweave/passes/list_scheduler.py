@@ -186,8 +186,9 @@ class TaskGraph:
                 None if moved is None else CollectiveStart(group_name(moved.axes), prices.collective(moved), moved)
             )
         started = [number.get(node.all_input_nodes[0], -1) if is_wait(node) else -1 for node in nodes]
-        seconds = [prices.of(node).seconds if prices.of(node).kernel else 0.0 for node in nodes]
-        scratch, sending = [prices.of(node).scratch for node in nodes], [prices.of(node).held for node in nodes]
+        costs = [prices.of(node) for node in nodes]
+        seconds = [cost.seconds if cost.kernel else 0.0 for cost in costs]
+        scratch, sending = [cost.scratch for cost in costs], [cost.held for cost in costs]
         # 4. Layers that were left out.
         here = {each for own in born for each in own}
         others, left_out_kept_bytes = [0] * len(nodes), 0
@@ -274,20 +275,24 @@ class ScheduledOrder:
 
     Parameters
     ----------
+    tasks : TaskGraph
     order : sequence of int
     seconds : float
         The time from the first task's begin to the last one's end.
-    peak_bytes : int
-        The peak of the part, without storages that were there before.
     compute_limits, communication_limits : (float, float)
         List scheduling makes the same order under each limit from the first number of bytes to the second.
     """
 
+    tasks: TaskGraph
     order: Sequence[int]
     seconds: float
-    peak_bytes: int
     compute_limits: tuple[float, float] = (-math.inf, math.inf)
     communication_limits: tuple[float, float] = (-math.inf, math.inf)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The peak of the part, without storages that were there before."""
+        return self.tasks.peak_bytes(self.order)
 
     def is_for(self, compute_limit: float, communication_limit: float) -> bool:
         """Whether list scheduling makes the same order under these limits."""
@@ -366,7 +371,7 @@ def simulate_order(tasks: TaskGraph, order: Sequence[int], contention: Contentio
     for task in late:
         if not done[task]:
             run(task)
-    return ScheduledOrder(found, device.streams.now, tasks.peak_bytes(found))
+    return ScheduledOrder(tasks, found, device.streams.now)
 
 
 class _Device:
@@ -442,7 +447,7 @@ class _ListScheduler:
         """What `_offer_arrived` found last: it has nothing to do while this is the same."""
         self.readers = tasks.readers()
         self.born = tasks.born_bytes
-        self.held = self.peak = 0
+        self.held = 0
         self.group_of: dict[int, int] = {}  # the group of each delayed start, and of tasks that only such a start needs
         self.group_of_use: dict[int, int] = {}  # the group that a task uses
         for index, group in enumerate(groups):
@@ -479,7 +484,7 @@ class _ListScheduler:
             else:
                 self._run_task(heapq.heappop(self.ready)[1])
         limits = [(limit.low, limit.high) for limit in (self.compute_limit, self.communication_limit)]
-        return ScheduledOrder(self.order, self.streams.now, self.peak, *limits)
+        return ScheduledOrder(self.tasks, self.order, self.streams.now, *limits)
 
     def _too_early(self, key: Key, task: int) -> bool:
         """Whether a task would run out of key order and hold memory beyond the limit for that."""
@@ -600,7 +605,6 @@ class _ListScheduler:
         self.done[task] = True
         tasks, readers = self.tasks, self.readers
         self.held += self.born[task] + tasks.sending[task]
-        self.peak = max(self.peak, self.held + tasks.scratch[task])
         if tasks.started[task] >= 0:
             self.held -= tasks.sending[tasks.started[task]]
         for storage in tasks.lives[task]:

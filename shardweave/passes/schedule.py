@@ -522,7 +522,29 @@ def _is_needed(tasks: TaskGraph, start: int) -> bool:
     return any(tasks.transfers[u] is not None or tasks.seconds[u] > 0 or _is_needed(tasks, u) for u in users)
 
 
-_OrderFinder = Callable[..., ScheduledOrder]
+@dataclass(frozen=True)
+class LateOrder:
+    """A scheduled order with late waits. It is made when it is asked for: of most orders only the time is."""
+
+    scheduled: ScheduledOrder
+
+    @property
+    def seconds(self) -> float:
+        """The time from the first task's begin to the last one's end."""
+        return self.scheduled.seconds
+
+    @cached_property
+    def order(self) -> Sequence[int]:
+        """The tasks, with waits late."""
+        return _late_waits(self.scheduled)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The peak of the part, without storages that were there before."""
+        return self.scheduled.tasks.peak_bytes(self.order)
+
+
+_OrderFinder = Callable[..., LateOrder]
 """Makes an order; takes `compute_limit` and `communication_limit`, in bytes."""
 
 RepeatedLayers = Sequence[tuple[Sequence[str], int]]
@@ -617,7 +639,7 @@ class Schedule(Pass):
             held += tasks.kept_bytes
         return order, fits
 
-    def best(self, tasks: TaskGraph, room: int | None = None) -> ScheduledOrder:
+    def best(self, tasks: TaskGraph, room: int | None = None) -> LateOrder:
         """The fastest order found that fits into `room` bytes; where none does, the one with the lowest peak."""
         search = _OrderSearch(tasks, Contention.of(self.cluster.device), self.max_prefetch)
         best = search.best(math.inf)
@@ -685,13 +707,13 @@ class _OrderSearch:
         self.tasks, self.contention, self.max_prefetch = tasks, contention, max_prefetch
         self.fast_enough = _lower_bound(tasks) * _SAME_TIME_RATIO
 
-    def best(self, limit: float) -> ScheduledOrder:
+    def best(self, limit: float) -> LateOrder:
         """The fastest order that fits into `limit` bytes; where none does, the one with the lowest peak."""
-        best: ScheduledOrder | None = None
+        best: LateOrder | None = None
         again: _OrderFinder | None = None
         # 1. Orders with as much communication under way as they ask for, those first that are the fastest without a
         #    limit.
-        left: list[tuple[ScheduledOrder, _OrderFinder]] = []
+        left: list[tuple[LateOrder, _OrderFinder]] = []
         for free, order in self._free if self.tasks.kept_bytes <= limit else ():
             if best is not None and best.seconds <= free.seconds * _SAME_TIME_RATIO:
                 break  # under limits, the others are slower still
@@ -720,9 +742,9 @@ class _OrderSearch:
         return best
 
     @cached_property
-    def _free(self) -> list[tuple[ScheduledOrder, _OrderFinder]]:
+    def _free(self) -> list[tuple[LateOrder, _OrderFinder]]:
         """Orders without limits, the fastest one first; those up to one that is as fast as any can be."""
-        found: list[tuple[ScheduledOrder, _OrderFinder]] = []
+        found: list[tuple[LateOrder, _OrderFinder]] = []
         for order in self._finders:
             found.append((order(), order))
             if found[-1][0].seconds <= self.fast_enough:
@@ -730,7 +752,7 @@ class _OrderSearch:
         return sorted(found, key=lambda each: each[0].seconds)
 
     @cached_property
-    def _bidirectional(self) -> list[ScheduledOrder]:
+    def _bidirectional(self) -> list[LateOrder]:
         """The orders of bidirectional schedules, with late waits, timed on the device's streams."""
         found = []
         held = self.tasks.after(gather_ahead_edges(self.tasks, max(GATHER_DEPTHS)))
@@ -740,8 +762,8 @@ class _OrderSearch:
                 found.append(self._simulated(order_by_begin(held, each.begins, ahead=False)))
         return found
 
-    def _simulated(self, order: Sequence[int]) -> ScheduledOrder:
-        return _with_late_waits(self.tasks, simulate_order(self.tasks, order, self.contention))
+    def _simulated(self, order: Sequence[int]) -> LateOrder:
+        return LateOrder(simulate_order(self.tasks, order, self.contention))
 
     @cached_property
     def _finders(self) -> list[_OrderFinder]:
@@ -776,12 +798,12 @@ class _ListScheduling:
     keys: Sequence[Key]
     groups: Sequence[GatherGroup]
     contention: Contention
-    made: list[ScheduledOrder] = field(default_factory=list)
+    made: list[LateOrder] = field(default_factory=list)
 
-    def __call__(self, compute_limit: float = math.inf, communication_limit: float = math.inf) -> ScheduledOrder:
+    def __call__(self, compute_limit: float = math.inf, communication_limit: float = math.inf) -> LateOrder:
         """The order under these limits, in bytes."""
         for known in self.made:
-            if known.is_for(compute_limit, communication_limit):
+            if known.scheduled.is_for(compute_limit, communication_limit):
                 return known
         found = list_schedule(
             self.tasks,
@@ -793,11 +815,11 @@ class _ListScheduling:
             communication_limit=communication_limit,
             contention=self.contention,
         )
-        self.made.append(_with_late_waits(self.tasks, found))
+        self.made.append(LateOrder(found))
         return self.made[-1]
 
 
-def _least_memory(orders: Sequence[_OrderFinder]) -> ScheduledOrder:
+def _least_memory(orders: Sequence[_OrderFinder]) -> LateOrder:
     """The order with the lowest peak, whatever the limit is.
 
     The limit 0 is only a start: orders often hold less under a limit just below the peak that they have reached.
@@ -818,7 +840,7 @@ def _least_memory(orders: Sequence[_OrderFinder]) -> ScheduledOrder:
         best = other
 
 
-def _within_limit(order: _OrderFinder, limit: float) -> tuple[ScheduledOrder, float]:
+def _within_limit(order: _OrderFinder, limit: float) -> tuple[LateOrder, float]:
     """An order under this limit, and the limit that it was made with.
 
     An order may exceed its limit, as gathered parameters are still there when a later task needs memory. It is then
@@ -837,7 +859,7 @@ def _within_limit(order: _OrderFinder, limit: float) -> tuple[ScheduledOrder, fl
     return found, limit
 
 
-def _with_less_memory(best: ScheduledOrder, order: _OrderFinder) -> ScheduledOrder:
+def _with_less_memory(best: LateOrder, order: _OrderFinder) -> LateOrder:
     """The order with the least compute ahead of its turn that takes no longer than `best`, by bisection."""
     seconds = best.seconds * _SAME_TIME_RATIO
     low, high = order(compute_limit=0).peak_bytes, best.peak_bytes
@@ -852,9 +874,12 @@ def _with_less_memory(best: ScheduledOrder, order: _OrderFinder) -> ScheduledOrd
     return best
 
 
-def _better(one: ScheduledOrder, other: ScheduledOrder, limit: float) -> bool:
+def _better(one: LateOrder, other: LateOrder, limit: float) -> bool:
     """Whether one order is better: it alone fits, is faster, or is as fast and holds less. If none fits, holds less."""
-    fits, others = (order.peak_bytes <= limit for order in (one, other))
+    others = other.peak_bytes <= limit
+    if others and one.seconds >= other.seconds * _SAME_TIME_RATIO:
+        return False  # whatever it holds
+    fits = one.peak_bytes <= limit
     if fits != others:
         return fits
     if not fits:
@@ -876,8 +901,9 @@ def _lower_bound(tasks: TaskGraph) -> float:
     return max(sum(tasks.seconds), *levels.values()) if levels else sum(tasks.seconds)
 
 
-def _with_late_waits(tasks: TaskGraph, order: ScheduledOrder) -> ScheduledOrder:
-    """An order in which waits (not those of gradients) and views of their results come just before their first use."""
+def _late_waits(scheduled: ScheduledOrder) -> list[int]:
+    """The order with waits (not those of gradients) and views of their results just before their first use."""
+    tasks = scheduled.tasks
     found: list[int] = []
     late: set[int] = set()
 
@@ -888,7 +914,7 @@ def _with_late_waits(tasks: TaskGraph, order: ScheduledOrder) -> ScheduledOrder:
                 write(need)
         found.append(task)
 
-    for task in order.order:
+    for task in scheduled.order:
         start = tasks.started[task]
         arrives = start >= 0 and transfer_cause(tasks, start) != "gradient"
         free = not tasks.seconds[task] and tasks.transfers[task] is None
@@ -899,7 +925,7 @@ def _with_late_waits(tasks: TaskGraph, order: ScheduledOrder) -> ScheduledOrder:
     for task in sorted(late):
         if task in late:
             write(task)
-    return replace(order, order=found, peak_bytes=tasks.peak_bytes(found))
+    return found
 
 
 def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
