@@ -23,6 +23,8 @@ def test_tables_add_up_what_a_problem_does(problem: Problem, data: st.DataObject
     tables, choice = Tables(problem), drawn(problem, data)
     figures = tables.total(choice)
     assert (None if figures is None else tables.ticks(figures)) == problem.ticks(choice)
+    seconds, size = tables.seconds_and_bytes(choice)
+    assert seconds == problem.objective(choice) and (figures is None or size == problem.memory(choice))
     for op in range(len(choice)):
         around, allowed = tables.around(op, choice)
         for other in range(len(problem.ops[op].candidates)):

@@ -373,10 +373,11 @@ class SettingSearch:
         is_open = (1 + NEIGHBOUR_GAP) * incumbent.bound < incumbent.step_time < incumbent.ceiling
         if self._is_close(costed, incumbent) or not is_open:
             return False
-        problem, found = costed.problem, list[tuple[float, tuple[int, ...]]]()
+        found = list[tuple[float, tuple[int, ...]]]()
+        tables, most = Tables(costed.problem), self._asked_at_most(incumbent)
         for choice in neighbours(costed, best.solution.choice):
-            seconds = problem.objective(choice)
-            if seconds < incumbent.ceiling and problem.memory(choice) <= self._asked_at_most(incumbent):
+            seconds, size_bytes = tables.seconds_and_bytes(choice)
+            if seconds < incumbent.ceiling and size_bytes <= most:
                 found.append((seconds, choice))
         for seconds, choice in sorted(found)[:MAX_SIMULATED_NEIGHBOURS]:
             if seconds < incumbent.ceiling:

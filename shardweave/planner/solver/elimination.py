@@ -173,6 +173,20 @@ class Tables:
         figures, allowed = self.sums(choice)
         return figures if allowed else None
 
+    def seconds_and_bytes(self, choice: Sequence[int]) -> tuple[float, int]:
+        """What `Problem.objective` and `Problem.memory` say of a choice, faster where many are asked for.
+
+        >>> from shardweave.planner.problem.problem import Op
+        >>> op = Op("up", (Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)))
+        >>> Tables(Problem((op, op))).seconds_and_bytes((0, 1))
+        (2.5, 12)
+        """
+        picked = self.picked(choice)
+        joined, allowed = self.joined(picked.outs[self.producers], picked.ins[self.consumers])
+        total = picked.figures.sum(axis=1) + joined.sum(axis=1)
+        seconds = int(self.ticks(total)) / TICKS_PER_SECOND if allowed.all() else math.inf
+        return seconds, self.problem.fixed_bytes + int(total[KEPT]) + int(picked.transient.max(initial=0))
+
     def least(self, kept: Kept) -> Ints:
         """Figures that no choice among the candidates `kept` of each op is below: the least ones of each op, summed up.
 
