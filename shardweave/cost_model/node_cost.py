@@ -176,9 +176,10 @@ class NodeCosts:
         found = self._nodes.get(node)
         if found is None:
             key = node_key(node)
-            if key not in self._distinct:
-                self._distinct[key] = self._compute(node)
-            found = self._nodes[node] = self._distinct[key]
+            found = self._distinct.get(key)
+            if found is None:
+                found = self._distinct[key] = self._compute(node)
+            self._nodes[node] = found
         return found
 
     def collective(self, call: Collective) -> Demand:

@@ -902,9 +902,10 @@ class Sharder:
     ) -> OpSharding:
         """How an op is sharded by following its inputs. Equal layers share one result."""
         key = bound, id(rule), tuple(arrivals), tuple(linear), summed_to
-        if key not in self.followed:
-            self.followed[key] = rule, follow(bound, rule, arrivals, self.mesh, linear, summed_to)
-        return self.followed[key][1]
+        found = self.followed.get(key)
+        if found is None:
+            found = self.followed[key] = rule, follow(bound, rule, arrivals, self.mesh, linear, summed_to)
+        return found[1]
 
     def _emit_constant(self, node: fx.Node) -> None:
         """Note a constant, which is emitted where it is read.

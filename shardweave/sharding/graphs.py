@@ -209,11 +209,11 @@ def argument_key(value: Any) -> Hashable:
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride(), value.device
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):  # not list | tuple, which makes a new union at each call
         return tuple([argument_key(item) for item in value])
     if isinstance(value, dict):
-        return tuple((name, argument_key(item)) for name, item in value.items())
-    if isinstance(value, bool | int | float):
+        return tuple([(name, argument_key(item)) for name, item in value.items()])
+    if isinstance(value, (bool, int, float)):
         return type(value), value  # 1, 1.0 and True are equal, but ops treat them differently
     return value if isinstance(value, Hashable) else repr(value)
 
@@ -230,8 +230,8 @@ def fake_result(
     `known` is a cache: equal layers make equal calls.
     """
     key = None if known is None else (target, argument_key(args), argument_key(kwargs))
-    if known is not None and key in known:
-        return known[key]
+    if known is not None and (found := known.get(key)) is not None:
+        return found
     values, keywords = fx.node.map_arg((args, dict(kwargs)), lambda leaf: leaf.meta["val"])
     with fake_mode:
         result = target(*values, **keywords)

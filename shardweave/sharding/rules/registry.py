@@ -257,10 +257,15 @@ def ordered_args(node: fx.Node) -> list[Any]:
     return [*node.args, *node.kwargs.values()]
 
 
-def argument_names(node: fx.Node) -> list[str]:
+def argument_names(node: fx.Node) -> Sequence[str]:
     """The names of the arguments in the schema of the op of `node`; none if it calls no op."""
-    schema = getattr(node.target, "_schema", None)
-    return [] if schema is None else [declared.name for declared in schema.arguments]
+    return _argument_names(node.target)
+
+
+@cache
+def _argument_names(target: Any) -> Sequence[str]:
+    schema = getattr(target, "_schema", None)
+    return () if schema is None else tuple(declared.name for declared in schema.arguments)
 
 
 def argument(node: fx.Node, name: str) -> Any:
