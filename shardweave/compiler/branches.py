@@ -21,6 +21,7 @@ import dis
 import itertools
 import linecache
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -190,6 +191,7 @@ def branches_selected() -> Iterator[None]:
     """
     selected: list[tuple[Tensor, int, str]] = []
     loops: dict[int, tuple[Any, list[Any]]] = {}
+    bodies: dict[int, list[set[fx.Node]]] = {}
     inside: list[int] = []
     dynamo: Any = torch._dynamo
     errors: Any = torch._dynamo.exc
@@ -232,16 +234,19 @@ def branches_selected() -> Iterator[None]:
             step(self, instruction)
             if index >= len(are_hit):
                 return
-            item = self.pop()
+            item, known = self.pop(), {*self.output.graph.nodes}
             inside.append(head)
             try:
                 _select(self, are_hit[index], (head + 1, head), {head}, False, selected, True, item)
+                bodies.setdefault(id(places), []).append(_trained_in(self.output.graph, known))
             except refusals as error:
                 self.current_instruction = instruction
                 self.starts_line(line)
                 raise RuntimeError(LOOP) from error
             finally:
                 inside.pop()
+            if index == len(are_hit) - 1:
+                _warn_of_zeros(bodies.pop(id(places)), line)
 
         return iterate
 
@@ -260,6 +265,24 @@ def branches_selected() -> Iterator[None]:
     for value, version, line in selected:
         if value._version != version:
             raise RuntimeError(f"what a branch on a tensor assigns is written in place later{line}")
+
+
+def _trained_in(graph: fx.Graph, known: set[fx.Node]) -> set[fx.Node]:
+    """The trained parameters that the nodes besides the `known` ones read."""
+    read = {arg for node in graph.nodes if node not in known for arg in node.all_input_nodes}
+    return {each for each in read if isinstance(each.meta.get("example_value"), torch.nn.Parameter) and _state(each)[1]}
+
+
+def _warn_of_zeros(bodies: list[set[fx.Node]], line: int | None) -> None:
+    """Warn of parameters that the bodies of a loop, of which some will be skipped, do not all read."""
+    own = set[fx.Node]().union(*bodies) - set[fx.Node].intersection(*bodies)
+    if own and torch.is_grad_enabled():
+        warnings.warn(
+            f"a loop over what is nonzero, in line {line} of a forward, reads {len(own)} parameters for some places "
+            "alone, such as those of an expert. If a place is skipped, these get gradients of zero, where one device "
+            "gives none: weight decay and momentum go on for them",
+            stacklevel=2,
+        )
 
 
 def _ends_of_branch(translator: Any, branch: int) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -194,6 +195,16 @@ class Calls(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(x)
+
+
+@pytest.mark.parametrize(("kind", "warned"), [("hits", True), ("classes", False)])
+def test_a_loop_warns_of_gradients_that_one_device_does_not_give(kind: str, warned: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        capture(Selects(kind), tuple(draw(torch.Generator().manual_seed(0)).values()))
+    told = [str(each.message) for each in caught if "gradients of zero" in str(each.message)]
+    assert len(told) == warned
+    assert not warned or f"{4 * EXPERTS} parameters" in told[0]
 
 
 @pytest.mark.parametrize("function", [leaves, returns, appends])
