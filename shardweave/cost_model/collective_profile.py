@@ -32,7 +32,7 @@ from shardweave.cost_model.collectives import alpha_beta_cost, group_extents, li
 from shardweave.cost_model.machine import M, Machine
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS, CollectiveTable, Curve
 from shardweave.distributed import all_gather_objects
-from shardweave.ir import Axis, ClusterError, axes_size, readable_bytes
+from shardweave.ir import Axis, ClusterError, axes_size, readable_bytes, readable_seconds
 
 c10d = torch.ops._c10d_functional
 
@@ -45,6 +45,7 @@ _FIRST_SAMPLES_SHARE = 0.5
 _FIRST_SAMPLE_CALLS = 4
 """The first sample of a size takes about as long as this number of calls: three, of which the first are slower."""
 _SAMPLE_SECONDS = 0.03
+_TRANSFER_RATIO = 4.0
 _MAX_CALLS_PER_SAMPLE = 8
 _MAX_ROUNDS = 9
 _NEIGHBOUR_BYTES = {"cpu": 2**20, "cuda": 2**25}
@@ -69,15 +70,19 @@ class ProfileEffort:
     across_levels : bool
         Measures groups of every placement. Without, one for each level, of all its units: the figures of the levels are
         fitted to these, and say what others take.
+    call_seconds : float
+        Sizes whose calls are expected to take longer are left out where the one before takes `_TRANSFER_RATIO` times as
+        long as the one before that: then the rate is known, and more samples are worth more.
     """
 
     name: str
     seconds: float
     every_nth_size: int
     across_levels: bool
+    call_seconds: float = math.inf
 
 
-BRIEF = ProfileEffort("brief", 4.0, 2, across_levels=False)
+BRIEF = ProfileEffort("brief", 5.0, 2, across_levels=False, call_seconds=0.05)
 FULL = ProfileEffort("full", 30.0, 1, across_levels=True)
 
 
@@ -251,7 +256,7 @@ def profile_collectives(
             share = (first_end - (now - begin)) / max(1, len(left))
             left.remove((axes, kind))
             samples = _Samples(kind, made[-1], device)
-            stopped = _measure_sizes(samples, agree, sizes, now + share)
+            stopped = _measure_sizes(samples, agree, sizes, now + share, effort.call_seconds)
             found.append((samples, kind, members))
             if stopped:
                 missed.append((kind, members, stopped))
@@ -419,17 +424,23 @@ class _Samples:
     def take(self, size: int, agree: _RankAgreement) -> None:
         """Add a sample of a size that has samples."""
         call, _ = _prepared_call(self.kind, size, self.group, self.device)
-        calls = max(1, min(_MAX_CALLS_PER_SAMPLE, int(_SAMPLE_SECONDS / median(self.seconds[size]))))
         _seconds(call, 1, self.device)
         took = []
-        for _ in range(calls):
+        for _ in range(self._calls(size)):
             agree.largest(0.0)
             took.append(_seconds(call, 1, self.device))
         self.seconds[size].append(agree.mean(fmean(took)))
 
     def expected(self, size: int) -> float:
-        """An estimate of the seconds for one more sample."""
-        return 3 * max(_SAMPLE_SECONDS, median(self.seconds[size]))
+        """An estimate of the seconds for one more sample: a first call, and those that are counted.
+
+        Before each, the ranks agree, which takes about as long as a small call.
+        """
+        calls, least = self._calls(size), min(map(median, self.seconds.values()))
+        return (1 + calls) * (median(self.seconds[size]) + least)
+
+    def _calls(self, size: int) -> int:
+        return max(1, min(_MAX_CALLS_PER_SAMPLE, int(_SAMPLE_SECONDS / median(self.seconds[size]))))
 
     def first(self, size: int, agree: _RankAgreement) -> str:
         """Take the first sample of a size; returns why it failed, or ""."""
@@ -460,13 +471,23 @@ class _Samples:
         return Curve(self.kind, members, tuple(map(float, self.bytes.values())), tuple(isotonic_fit(typical)))
 
 
-def _measure_sizes(samples: _Samples, agree: _RankAgreement, sizes: Sequence[int], until: float) -> str:
-    """Take a first sample at rising sizes until the time is up; returns why sizes are missing, or ""."""
+def _measure_sizes(
+    samples: _Samples, agree: _RankAgreement, sizes: Sequence[int], until: float, call_seconds: float
+) -> str:
+    """Take a first sample at rising sizes until the time is up; returns why sizes are missing, or "".
+
+    Sizes are left out, too, of which a call is expected to take more than `call_seconds`, if the rate is known.
+    """
+    before = math.inf
     for size, following in zip(sizes, (*sizes[1:], None), strict=True):
         if why := samples.first(size, agree):
             return f"{_size_text(size)} and more: {why}"
         took = samples.seconds.get(size, [0.0])[0]
-        if following is not None and agree.now() + _FIRST_SAMPLE_CALLS * took * following / size > until:
+        expected = took * (following or 0) / size
+        is_known, before = took > _TRANSFER_RATIO * before, took
+        if is_known and expected > call_seconds:
+            return f"more than {_size_text(size)}: a call would take about {readable_seconds(expected)}"
+        if following is not None and agree.now() + _FIRST_SAMPLE_CALLS * expected > until:
             return f"more than {_size_text(size)}: its part of the time was over"
     return ""
 
