@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardweave.cost_model import Cluster, Contention, Demand, NodeCosts, Streams, Transfer, bytes_seconds
+from shardweave.cost_model import Cluster, Demand, NodeCosts, StreamOp, Transfer, bytes_seconds, replay
 from shardweave.ir import META, Collective, axes_size
 from shardweave.passes.base import Pass, Property
 from shardweave.passes.partition import StateSharding
@@ -244,15 +244,13 @@ class _Merger:
 
     def _end_of(self, runs: Sequence[_Run]) -> float:
         """Seconds until the compute and all collectives have ended, if these are the only ones."""
-        streams, computed = Streams(Contention.of(self.prices.cluster.device)), 0.0
+        stream_ops, computed = list[StreamOp](), 0.0
         for run in sorted(runs, key=_seconds):
-            streams.compute(_seconds(run) - computed)
+            stream_ops.append(StreamOp(0, "", _seconds(run) - computed))
+            stream_ops.append(StreamOp(0, "", transfer=Transfer("", self._demand(_size(run)))))
             computed = _seconds(run)
-            streams.start(Transfer("", self._demand(_size(run))))
-        streams.compute(self.end - computed)
-        while streams.is_running:
-            streams.advance()
-        return streams.now
+        stream_ops.append(StreamOp(0, "", self.end - computed))
+        return replay(stream_ops, self.prices.cluster.device).seconds
 
     def _merge_consecutive(self) -> list[_Run]:
         """Merge consecutive starts: of parameters those of one layer, of gradients all."""
