@@ -188,9 +188,7 @@ def interpolated(
     0.01
     """
     if not sizes[0] <= num_bytes <= sizes[-1]:
-        near = 0 if num_bytes < sizes[0] else -1
-        there = formula(sizes[near])
-        return seconds[near] * (formula(num_bytes) / there if there > 0 else 1.0)
+        return _extrapolated(sizes, seconds, num_bytes, formula)
     right = bisect_left(sizes, num_bytes)
     if sizes[right] == num_bytes:
         return seconds[right]
@@ -199,6 +197,15 @@ def interpolated(
     before, after = seconds[right - 1], seconds[right]
     between = before * math.exp(position * math.log(after / before))
     return min(max(between, min(before, after)), max(before, after))  # rounding errors may not leave the interval
+
+
+def _extrapolated(
+    sizes: Sequence[float], seconds: Sequence[float], num_bytes: float, formula: Callable[[float], float]
+) -> float:
+    """Seconds beyond the points: `formula`, scaled to pass through the nearest point."""
+    near = 0 if num_bytes < sizes[0] else -1
+    there = formula(sizes[near])
+    return seconds[near] * (formula(num_bytes) / there if there > 0 else 1.0)
 
 
 @dataclass(frozen=True)
@@ -252,9 +259,7 @@ class Curve:
         `formula`, scaled to pass through the nearest point.
         """
         if not self.bytes[0] <= num_bytes <= self.bytes[-1]:
-            near = 0 if num_bytes < self.bytes[0] else -1
-            there = formula(self.bytes[near])
-            return self.seconds[near] * (formula(num_bytes) / there if there > 0 else 1.0)
+            return _extrapolated(self.bytes, self.seconds, num_bytes, formula)
         return float(np.interp(num_bytes, self.bytes, self.seconds))
 
     def latency(self, num_bytes: float) -> float | None:
