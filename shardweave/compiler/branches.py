@@ -312,12 +312,12 @@ def _flow(translator: Any) -> networkx.DiGraph:
     return flow
 
 
-def _is_read(translator: Any, name: str, start: int) -> bool:
-    """Whether a local variable is read from an instruction on, before it is assigned.
+def _is_read(translator: Any, flow: networkx.DiGraph, name: str, start: int) -> bool:
+    """Whether a local variable is read from an instruction on, before it is assigned; `flow` is that of `_flow`.
 
     Dynamo's own analysis does not count assignments in loops.
     """
-    flow, seen, waiting = _flow(translator), {start, _LEAVE}, [start]
+    seen, waiting = {start, _LEAVE}, [start]
     while waiting:
         index = waiting.pop()
         each = translator.instructions[index]
@@ -521,11 +521,12 @@ def _select(
         translator.instruction_pointer = of_values[0]
     elif last.opname == "RETURN_CONST":
         translator.pop()
+    flow = _flow(translator)
     for name in ones | others:
         one, other = ones.get(name), others.get(name)
         if one is other:
             continue
-        if not _is_read(translator, name, end):
+        if not _is_read(translator, flow, name, end):
             translator.symbolic_locals.pop(name, None)
         elif one is None or other is None:
             raise _NoSelectionError
