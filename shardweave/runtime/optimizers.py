@@ -87,7 +87,7 @@ def _make_states_parallel(optimizer: torch.optim.Optimizer) -> None:
 
 
 def speed_up(optimizer: torch.optim.Optimizer) -> None:
-    """Let the next steps of an optimizer run on this rank's parts, if it is one of `ELEMENTWISE`.
+    """Let the next steps of an optimizer run on this rank's parts, if it is one of `ELEMENTWISE`; and its `zero_grad`.
 
     Examples
     --------
@@ -120,6 +120,7 @@ def speed_up(optimizer: torch.optim.Optimizer) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             zero_grad(*args, **kwargs)
 
+    # On this instance alone, as `step` above: other optimizers of its class may have no parallel tensors.
     optimizer.zero_grad = types.MethodType(zero_grad_quickly, optimizer)  # type: ignore[method-assign]
 
 
