@@ -25,7 +25,7 @@ from shardweave.cost_model import (
     node_work,
     work_seconds,
 )
-from shardweave.cost_model.node_cost import bytes_seconds, formula_seconds
+from shardweave.cost_model.node_cost import NodeCosts, bytes_seconds, formula_seconds
 from shardweave.ir.errors import ClusterError
 from tests.cost_model.handmade import Builder, aten
 from tests.passes.harness import examples
@@ -307,3 +307,15 @@ def test_memory_times_stand_for_the_bandwidth_between_them() -> None:
 def test_memory_times_that_are_none_are_refused(times: Any, message: str) -> None:
     with pytest.raises(ClusterError, match=f"device.memory_times: {message}"):
         replace(Cluster.local(1).device, memory_times=times)
+
+
+def test_a_product_of_a_tensor_with_itself_reads_it_once() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    products = [graph.call_function(aten.mul.Tensor, both) for both in ((x, x), (x, y), (x, x))]
+    for node in (x, y, *products):
+        node.meta["val"] = torch.empty(1024, 1024, device="meta")
+    costs = NodeCosts(Cluster.preset("dgx-a100"))
+    square, product, again = (costs.of(node) for node in products)
+    assert square is again
+    assert square.seconds < product.seconds
