@@ -7,7 +7,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -328,7 +328,14 @@ class Compiler:
         )
 
     def compile_again(
-        self, plan: Plan, first: Compiled, model: nn.Module, example_inputs: tuple[Any, ...], parts: int, trains: bool
+        self,
+        plan: Plan,
+        first: Compiled,
+        model: nn.Module,
+        example_inputs: tuple[Any, ...],
+        parts: int,
+        trains: bool,
+        layouts: Mapping[str, Layout],
     ) -> CompiledStep:
         """The step of another call of the model, from the `plan` of the `first` step. Collective.
 
@@ -342,6 +349,8 @@ class Compiler:
             The number of parts of the global batch, of which the inputs are one.
         trains : bool
             Whether the step has a backward.
+        layouts : mapping of str to Layout
+            Where the parameters of `model` lie.
 
         Raises
         ------
@@ -352,7 +361,7 @@ class Compiler:
         def compile() -> CompiledStep | Exception:
             try:
                 with internal_errors(model), contextlib.nullcontext() if trains else torch.no_grad():
-                    return self._lowered_again(plan, first, model, example_inputs, parts)
+                    return self._lowered_again(plan, first, model, example_inputs, parts, layouts)
             except Exception as error:  # a control group that is closed would end all later calls
                 return error
 
@@ -365,7 +374,13 @@ class Compiler:
         return made
 
     def _lowered_again(
-        self, plan: Plan, first: Compiled, model: nn.Module, example_inputs: tuple[Any, ...], parts: int
+        self,
+        plan: Plan,
+        first: Compiled,
+        model: nn.Module,
+        example_inputs: tuple[Any, ...],
+        parts: int,
+        layouts: Mapping[str, Layout],
     ) -> CompiledStep:
         # 1. Capture the step of the global batch. What the options say of the batch is for the first step.
         inputs, known = example_inputs, {each.name: each for each in first.step.spec.inputs}
@@ -377,10 +392,9 @@ class Compiler:
         made = Compiler(model, self.cluster, inputs, options, None, self.batch)
         # 2. Lower it with the strategies of the plan, as far as its batch can be cut. Its parameters stay.
         made._take(with_buffers(made.captured, {each.name for each in first.step.spec.buffers}))
-        captured, layouts = made.annotated.captured, {each.name: each.layout for each in first.step.spec.parameters}
-        for name in set(captured.parameters.values()).difference(layouts):
-            layouts[name] = Layout.replicated(model.get_parameter(name).shape)
-        made.annotated.captured = replace(captured, at_rest=layouts)
+        captured = made.annotated.captured
+        at_rest = {name: layouts[name] for name in captured.parameters.values()}
+        made.annotated.captured = replace(captured, at_rest=at_rest)
         # Axes that do not divide the batch are idle; those that shard the batch of every op are kept first.
         data, batch = first.step.spec.data_axes, made.annotated.batch
         ops = [op.name for op in made.annotated.ops if op.batch > 1 and op.name in plan.choices]
@@ -389,6 +403,7 @@ class Compiler:
         sharding = [*data, *outermost_first(others)]
         idle = idle_axes(batch, sharding)
         made.annotated.leave_idle(idle)
+        plan = made.lowering.completed(plan)
         planned, ranks = axes_size(data), axes_size(axis for axis in data if axis not in idle)
         accumulates = plan.micro_batches if made.annotated.tangents else 1
         samples = batch // axes_size(axis for axis in sharding if axis not in idle)

@@ -36,6 +36,8 @@ _TORCH_ATTRIBUTES = re.compile(
     r"(?:_parameters|_buffers|_modules|__dict__)(?:'\])?$|_(?:parameters|buffers)(?:'\])?\[|_hooks|__mro__"
 )
 """Guards on torch's own attributes, which are no constants of a step."""
+_TENSORS = re.compile(r"\._(?:parameters|buffers)\['\w+'\]$")
+"""A parameter or buffer of a module. If it is None, that is a constant of a step."""
 _KEY_GUARDS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
 _LENGTH_GUARDS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
 
@@ -438,7 +440,10 @@ class _SourceExpressions:
         """Record the read that a guard stands for, if it is of a user's object."""
         kind, name = guard.create_fn_name(), source.name
         chain = list(_chain(source))
-        if not name or kind == "TENSOR_MATCH" or _TORCH_ATTRIBUTES.search(name) or not self.is_of_user(chain):
+        is_none = kind == "CONSTANT_MATCH" and _TENSORS.search(name)
+        if not name or kind == "TENSOR_MATCH" or not self.is_of_user(chain):
+            return
+        if _TORCH_ATTRIBUTES.search(name) and not is_none:
             return
         expression, before = self._expression(source)
         shown = self.shown(name)

@@ -32,6 +32,7 @@ from shardweave.runtime.grad_accumulation import (
     split_steps,
 )
 from shardweave.runtime.inputs import InputGradients, wants_gradient
+from shardweave.runtime.module_tree import TensorLookup
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.prediction_check import PredictionCheck
 from shardweave.runtime.tensor import as_gradient_of, untraced
@@ -178,9 +179,9 @@ class Executor:
     forward: Boxed
     backward: Boxed | None
     """None for a step that trains nothing."""
-    parameters: Callable[[], list[torch.Tensor]]
+    parameters: TensorLookup
     """Returns the current tensors of `spec.parameters`, in order."""
-    buffers: Callable[[], list[torch.Tensor]]
+    buffers: TensorLookup
     """Returns the current tensors of `spec.buffers`, in order."""
     sources: Sequence[frozenset[int]]
     """For each gradient of a parameter, the outputs that it depends on; see `tangents_of_gradients`."""

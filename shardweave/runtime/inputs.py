@@ -48,15 +48,16 @@ class CallSignature:
         Of the arguments.
     leaves : tuple
         The shape and dtype of each tensor among the arguments, and the other values.
-    modes : tuple of bool
-        Whether the model and each of its submodules are in training mode.
+    modes : tuple of int
+        Whether the model is in training mode, the structure of its module tree, and whether each of its submodules is
+        in training mode.
     trains : bool
         Whether gradients are wanted.
     """
 
     structure: TreeSpec
     leaves: tuple[object, ...]
-    modes: tuple[bool, ...]
+    modes: tuple[int, ...]
     trains: bool
 
     @classmethod
@@ -65,7 +66,7 @@ class CallSignature:
         signature: inspect.Signature,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        modes: tuple[bool, ...],
+        modes: tuple[int, ...],
         trains: bool,
     ) -> CallSignature:
         """The signature of a call of a model whose forward has this `signature`."""
@@ -82,7 +83,7 @@ class CallSignature:
         leaves, _ = tree_flatten(canonical_arguments(signature, args, kwargs))
         names = leaf_names(signature, args, kwargs)
         wanted = [name for name, leaf in zip(names, leaves, strict=True) if self.trains and wants_gradient(leaf)]
-        return call_text(names, leaves, self.modes[0], self.trains, wanted)
+        return call_text(names, leaves, bool(self.modes[0]), self.trains, wanted)
 
 
 def wants_gradient(leaf: object) -> bool:

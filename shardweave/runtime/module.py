@@ -56,8 +56,10 @@ from shardweave.runtime.module_tree import (
     TensorLookup,
     copy_module_tree,
     copy_without_values,
+    layouts_in_steps,
     meta_tensor_names,
     shard_state_dict,
+    share_buffers,
     submodule,
 )
 from shardweave.runtime.optimizers import note_replaced, register_hook
@@ -65,7 +67,7 @@ from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.prediction_check import PredictedStep, PredictionCheck
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather, untraced
 
-_STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_layouts", "_execute",
+_STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_planned", "_execute",
              "_local", "_calls", "_tree_guard", "_constants", "_bind", "_recompile", "_hidden",
              "_accumulation", "_steps", "_known", "_passes_parts", "_regions", "_agreement")  # fmt: skip
 """Attributes of a parallel module that belong to its compiled steps."""
@@ -73,6 +75,10 @@ _ATTRIBUTES = (*_STEP_ATTRIBUTES, "unset", "_seeds")
 """The attributes of a parallel module that the model does not have."""
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
 Unflatten = Callable[[list[torch.Tensor]], Any]
+
+
+_STRUCTURE = 1
+"""Where `ParallelModule._modes` has the structure of the module tree."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +107,14 @@ class Recompile:
         Of the model's forward.
     compile : callable
         Takes the model with meta tensors, ``(args, kwargs)``, the number of parts of the global batch of which these
-        are one (1 if they are the global batch), and whether the step has a backward. Collective.
+        are one (1 if they are the global batch), whether the step has a backward, and the layouts of the parameters by
+        their names. Collective.
     limit : int
         The most steps of one module.
     """
 
     signature: inspect.Signature
-    compile: Callable[[nn.Module, tuple[Any, ...], int, bool], CompiledStep]
+    compile: Callable[[nn.Module, tuple[Any, ...], int, bool, Mapping[str, Layout]], CompiledStep]
     limit: int
 
 
@@ -116,7 +123,7 @@ class _BoundStep:
     """A step bound to this rank: the attributes of the module while it runs, and the mode that it is for."""
 
     attributes: Mapping[str, Any]
-    modes: tuple[bool, ...]
+    modes: tuple[int, ...]
     trains: bool
     constants: str = ""
     """The Python values by which its call differs from those of earlier steps, in words."""
@@ -126,10 +133,20 @@ class _BoundStep:
         constants: ConstantsCheck | None = self.attributes["_constants"]
         return [] if constants is None else constants.changed(module)
 
+    def lacks(self) -> bool:
+        """Whether a parameter or buffer of the step is gone."""
+        execute: Executor = self.attributes["_execute"]
+        return execute.parameters.lacks() or execute.buffers.lacks()
+
     def unfrozen(self) -> list[str]:
         """The parameters that are to be trained now, and that the step has no gradients for."""
         execute: Executor = self.attributes["_execute"]
         return execute.unfrozen(execute.parameters()) if self.trains else []
+
+    @property
+    def structure(self) -> int:
+        """The structure of the module tree that the step is for: see `ModuleTreeGuard`."""
+        return self.modes[_STRUCTURE]
 
 
 class ParallelModule(nn.Module):
@@ -198,6 +215,8 @@ class ParallelModule(nn.Module):
     _local: LocalBatch | None
     _calls: CallChecks
     _constants: ConstantsCheck | None
+    _planned: StepSpec
+    """Of the first step."""
 
     def __new__(cls, model: nn.Module, *_: Any, **__: Any) -> ParallelModule:
         made: ParallelModule = object.__new__(parallel_class(type(model)) if cls is ParallelModule else cls)
@@ -242,12 +261,12 @@ class ParallelModule(nn.Module):
         # 2. Copy the module tree, with sharded parameters.
         register_hook()
         specs = (*self.spec.parameters, *self.spec.buffers)
-        self._layouts, attributes = copy_module_tree(self, model, specs, self.mesh)
+        attributes = copy_module_tree(self, model, specs, self.mesh)
         note_replaced(model.parameters())
         self.unset = meta_tensor_names(model)
         """Names of tensors without values: see `initialise`, `load_weights`, `load_state_dict`."""
         # 3. Set up the calls.
-        self._accumulation, self._recompile = Accumulation(), recompile
+        self._accumulation, self._recompile, self._planned = Accumulation(), recompile, self.spec
         self._passes_parts: bool | None = None
         self._bind = functools.partial(_bound_attributes, batch=batch, whole=whole, checked_calls=checked_calls)
         device = torch.device(self.mesh.device_type)
@@ -327,17 +346,24 @@ class ParallelModule(nn.Module):
                 "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
                 "load_state_dict before the first call"
             )
-        self._tree_guard.check(modes=self._recompile is None)
-        if self._constants is not None and self._recompile is None:
-            refuse_changed(self._constants.changed(self))
+        self._tree_guard.warn_of_global_hooks()
+        if self._recompile is None:
+            self._tree_guard.check()
+            if self._constants is not None:
+                refuse_changed(self._constants.changed(self))
         if (constants := self._steps[0].attributes["_constants"]) is not None:
             constants.check_model(self)
         return self._execute.running()
 
     # -- steps for other inputs
 
-    def _modes(self) -> tuple[bool, ...]:
+    def _modes(self) -> tuple[int, ...]:
         return self.training, *self._tree_guard.modes()
+
+    @property
+    def _bound_step(self) -> _BoundStep:
+        """The step that the module has run last."""
+        return next(step for step in self._steps if step.attributes["_execute"] is self._execute)
 
     def _choose_step(self, recompile: Recompile, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Switch to the step of a call. If there is none yet, compile it, which is collective."""
@@ -348,13 +374,17 @@ class ParallelModule(nn.Module):
         values: list[torch.Tensor] = []
         call = ""
         try:
-            parameters = self._execute.parameters()
+            modes, now = self._modes(), self._bound_step
+            # One whose structure has changed, or that lacks a parameter now, tells nothing of what is trained.
+            whole = now.structure == modes[_STRUCTURE] and not now.lacks()
+            parameters = self._execute.parameters() if whole else [*self.parameters()]
             leaves = tree_leaves((args, kwargs))
             with torch._C.DisableTorchFunctionSubclass():
                 trains = any(map(wants_gradient, (*parameters, *leaves)))
-                wanted = CallSignature.of(recompile.signature, args, kwargs, self._modes(), trains)
+                wanted = CallSignature.of(recompile.signature, args, kwargs, modes, trains)
                 step = self._known.get(wanted)
-                fits = step is not None and self._fits(step, trains)
+                has_parameters = step is not None and (whole if step is now else not step.lacks())
+                fits = step is not None and has_parameters and self._fits(step, trains)
             if not fits:
                 call = wanted.text(recompile.signature, args, kwargs)
                 step, values = self._accepting_step(wanted, args, kwargs)
@@ -372,12 +402,14 @@ class ParallelModule(nn.Module):
             if caught is None:
                 parts = self.data_world_size if is_part or (is_part is None and self._passes_parts) else 1
                 call += f" (one of {parts} parts)" if parts > 1 else ""
-                changed = {each.shown: each for step in self._steps for each in step.changed(self)}
+                alike = [step for step in self._steps if step.structure == modes[_STRUCTURE]]
+                changed = {each.shown: each for step in alike for each in step.changed(self)}
                 constants = "".join(f" and {name} = {shown_value(each.now)}" for name, each in changed.items())
-                unfrozen = dict.fromkeys(name for step in self._steps for name in step.unfrozen())
+                unfrozen = dict.fromkeys(name for step in alike if not step.lacks() for name in step.unfrozen())
                 constants += f" and gradients of {', '.join(unfrozen)}" if trains and unfrozen else ""
+                changes = self._tree_guard.changes
+                constants += f" and a model in which {changes}" if changes else ""
                 call += constants
-                self._tree_guard.check(modes=False)
                 example = self._checked_example(recompile, call, args, kwargs)
                 twin = self._without_values(trains)
         except Exception as error:  # as above
@@ -385,7 +417,7 @@ class ParallelModule(nn.Module):
         self._calls.agree_to_compile(call, caught)
         # 3. Compile it from the plan.
         self._warn_of_compiling(recompile, call, is_part is None, changed.values())
-        compiled = recompile.compile(twin, example, parts, trains)
+        compiled = recompile.compile(twin, example, parts, trains, layouts_in_steps(self))
         compare_graphs(compiled.step, self.mesh.timeout)
         step = self._add_step(dataclasses.replace(compiled, call=compiled.call + constants), twin, trains, constants)
         self._use(step, wanted)
@@ -399,7 +431,7 @@ class ParallelModule(nn.Module):
         with other gradients, which would take longer than they need. If `whole`, the call has the global batch.
         """
         for step in self._steps:
-            if step.modes != wanted.modes or (wanted.trains and not step.trains):
+            if step.modes != wanted.modes or (wanted.trains and not step.trains) or step.lacks():
                 continue
             calls: CallChecks = step.attributes["_calls"]
             try:
@@ -494,15 +526,16 @@ class ParallelModule(nn.Module):
 
     def _add_step(self, compiled: CompiledStep, model: nn.Module, trains: bool, constants: str) -> _BoundStep:
         """Bind a step for other calls. Collective."""
-        spec = compiled.step.spec
+        spec, layouts = compiled.step.spec, layouts_in_steps(self)
         for each in (*spec.parameters, *spec.buffers):
-            layout = self._layouts.get(each.name, Layout.replicated(each.layout.global_shape))
+            layout = layouts[each.name]
             if layout != each.layout:
                 raise InputError(
                     f"a step for these inputs keeps {each.name!r} in the layout {each.layout}, but the parameters lie "
                     f"where the first step has them, {layout}: compile the model with inputs that use the parameters "
                     "in the same way"
                 )
+        share_buffers(self, spec.buffers, self.mesh)
         bound = self._bind(self, compiled, self._bound_graphs(compiled.step))
         bound["_constants"] = None if compiled.reads is None else ConstantsCheck(compiled.reads, model, self)
         step = _BoundStep(bound, self._modes(), trains, constants)
@@ -590,12 +623,12 @@ class ParallelModule(nn.Module):
     @property
     def data_world_size(self) -> int:
         """The number of parts of the batch: the data parallel degree, or with ``batch="local"`` one for each rank."""
-        return self._parts(self._steps[0].attributes["spec"])[0]
+        return self._parts(self._planned)[0]
 
     @property
     def data_rank(self) -> int:
         """The index of this rank's part, in ``[0, data_world_size)``."""
-        return self._parts(self._steps[0].attributes["spec"])[1]
+        return self._parts(self._planned)[1]
 
     def _parts(self, spec: StepSpec) -> tuple[int, int]:
         """The number of parts of a step's batch, and the index of this rank's part."""
@@ -705,11 +738,17 @@ class ParallelModule(nn.Module):
         twin: ParallelModule = object.__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        twin._accumulation, twin._known = Accumulation(), {}
-        twin._steps = [twin._of_twin(step) for step in self._steps]
-        current = next(i for i, step in enumerate(self._steps) if step.attributes["_execute"] is self._execute)
-        vars(twin).update(twin._steps[current].attributes)
-        twin._tree_guard = ModuleTreeGuard(twin)
+        twin._accumulation, twin._known, twin._tree_guard = Accumulation(), {}, ModuleTreeGuard(twin)
+        # Steps for the module tree of now, which is the twin's first structure
+        structure, current = self._tree_guard.structure(), self._bound_step
+        alike = [step for step in self._steps if step.structure == structure]
+        if current not in alike:
+            raise ParallelError(
+                f"{self._tree_guard.changes} since the last call, so that this module has no step that a copy could "
+                "share: call it once before it is copied"
+            )
+        twin._steps = [twin._of_twin(step) for step in alike]
+        vars(twin).update(twin._steps[alike.index(current)].attributes)
         return twin
 
     def _of_twin(self, step: _BoundStep) -> _BoundStep:
@@ -724,7 +763,10 @@ class ParallelModule(nn.Module):
             shared=self._accumulation,
         )
         calls = dataclasses.replace(step.attributes["_calls"])
-        return dataclasses.replace(step, attributes={**step.attributes, "_execute": copied, "_calls": calls})
+        modes = (*step.modes[:_STRUCTURE], self._tree_guard.structure(), *step.modes[_STRUCTURE + 1 :])
+        return dataclasses.replace(
+            step, attributes={**step.attributes, "_execute": copied, "_calls": calls}, modes=modes
+        )
 
     def __copy__(self) -> ParallelModule:
         """A module that shares everything with this one, as ``copy.copy`` of a module does."""
@@ -781,7 +823,6 @@ def _bound_attributes(
         check,
         shared,
     )
-    planned = module._steps[0].attributes["spec"] if module._steps else spec
     calls = CallChecks(
         spec,
         mesh,
@@ -791,7 +832,7 @@ def _bound_attributes(
         compiled.checks,
         compiled.call,
         module._agreement,
-        takes_parts=spec.data_axes == planned.data_axes,
+        takes_parts=spec.data_axes == module._planned.data_axes,
     )
     return {
         "spec": spec,
@@ -871,7 +912,7 @@ def _check_replaced_parameters(module: nn.Module, *_: object) -> None:
 
 def _shard_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     assert isinstance(module, ParallelModule)
-    shard_state_dict(state, prefix, module._layouts, module.mesh)
+    shard_state_dict(state, prefix, module, module.mesh)
     module.unset -= {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
 
 

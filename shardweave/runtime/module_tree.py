@@ -36,6 +36,7 @@ from shardweave.runtime.tensor import (
     distribute,
     mark_replicated,
     set_sharding_in_step,
+    sharding_in_step,
 )
 
 _SHARED = (
@@ -200,68 +201,102 @@ def _items(value: Any) -> Iterator[Any]:
         yield from attributes.values()
 
 
-_RECOMPILE = "Make the change on the model and compile it again"
-
-
 @dataclass(frozen=True)
-class _Submodule:
+class _Seen:
+    """A module as it was when the tree was last looked at."""
+
     path: str
-    parent: nn.Module
-    name: str
     module: nn.Module
-    training: bool
-    hooks: tuple[int, ...]
+    children: list[tuple[str, nn.Module | None]]
+    keys: tuple[int, ...]
+    """Of its hooks: numbers that torch gives out once."""
+
+
+_Structure = dict[str, tuple[nn.Module, list[Any]]]
+"""The modules of a tree by their paths, each with its hooks."""
 
 
 class ModuleTreeGuard:
-    """Checks that the submodules of `root` are those with which the step was compiled.
+    """Tells the structures of the tree of `root` apart: its submodules and their hooks, which a step is compiled for.
 
     >>> root = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> guard = ModuleTreeGuard(root)
     >>> root[1] = nn.GELU()
+    >>> guard.structure(), guard.changes
+    (1, "'1' is a GELU, not a ReLU")
     >>> guard.check()
     Traceback (most recent call last):
-    shardweave.ir.errors.ParallelError: '1' was a ReLU when the step was compiled, and is a GELU now: the step goes on \
-computing the former. Make the change on the model and compile it again
+    shardweave.ir.errors.ParallelError: since the step was compiled, '1' is a GELU, not a ReLU, and the step goes on \
+as before. Make the change on the model and compile it again
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._told = False
+        self._root, self._told, self._current = root, False, 0
+        self._seen: list[_Seen] = []
+        self._structures: list[_Structure] = []
+        self._look()
+        self._modes = self.modes()
+
+    def _look(self) -> None:
+        """Look at the whole tree."""
         self._seen = [
-            _Submodule(f"{path}.{name}".lstrip("."), parent, name, module, module.training, _hooks(module))
-            for path, parent in root.named_modules()
-            for name, module in parent._modules.items()
-            if module is not None
+            _Seen(path, module, [*module._modules.items()], _hook_keys(module) if path else ())
+            for path, module in self._root.named_modules()
         ]
+        found = {seen.path: (seen.module, _hooks(seen.module) if seen.path else []) for seen in self._seen}
+        if found not in self._structures:
+            self._structures.append(found)
+        self._current = self._structures.index(found)
 
-    def modes(self) -> tuple[bool, ...]:
-        """Whether each submodule is in training mode."""
-        return tuple(seen.module.training for seen in self._seen)
-
-    def check(self, modes: bool = True) -> None:
-        """Raise ParallelError if a submodule was replaced, its hooks have changed, or its mode if `modes` count."""
+    def structure(self) -> int:
+        """The number of the present structure; 0 is the first one, and one that was there before has its number."""
         for seen in self._seen:
-            module = seen.parent._modules.get(seen.name)
-            if module is not seen.module:
-                was, now = (type(each).__name__ for each in (seen.module, module))
-                other = "another one" if was == now else f"a {now}"
-                is_now = "is gone" if module is None else f"is {other} now"
-                raise ParallelError(
-                    f"{seen.path!r} was a {was} when the step was compiled, and {is_now}: the step goes on computing "
-                    f"the former. {_RECOMPILE}"
-                )
-            if modes and module.training is not seen.training:
-                names = ("evaluation", "training")
-                raise ParallelError(
-                    f"{seen.path!r} was in {names[seen.training]} mode when the step was compiled, and is in "
-                    f"{names[module.training]} mode now, which the step does not hear of. {_RECOMPILE}"
-                )
-            if _hooks(module) != seen.hooks:
-                raise ParallelError(
-                    f"hooks of {seen.path!r} were added or removed after the step was compiled: the step does not call "
-                    "submodules, so that they would never run. Register them on the model before it is compiled, or "
-                    "on the parallel module itself"
-                )
+            module = seen.module
+            if ((now := module._modules) or seen.children) and [*now.items()] != seen.children:
+                self._look()
+                break
+            if _hook_keys(module) != seen.keys and seen.path:
+                self._look()
+                break
+        return self._current
+
+    def modes(self) -> tuple[int, ...]:
+        """The number of the structure, and whether each submodule is in training mode."""
+        structure = self.structure()
+        return structure, *[seen.module.training for seen in self._seen[1:]]
+
+    @property
+    def changes(self) -> str:
+        """What differs from the first structure, in words that are the same on all ranks; empty if nothing does."""
+        before, now = self._structures[0], self._structures[self._current]
+        told: dict[str, str] = {}
+        for path in [*now, *(path for path in before if path not in now)]:
+            if any(path.startswith(f"{other}.") for other in told):
+                continue
+            (module, hooks), (former, others) = now.get(path, (None, [])), before.get(path, (None, []))
+            if module is not former:
+                is_now, was = ("absent" if each is None else f"a {type(each).__name__}" for each in (module, former))
+                told[path] = f"{path!r} is {'another one' if is_now == was else f'{is_now}, not {was}'}"
+            elif hooks != others:
+                told[path] = f"{path!r} has {len(hooks)} hooks and had {len(others)}"
+        return ", ".join(told.values())
+
+    def check(self) -> None:
+        """Raise ParallelError if the structure, or the mode of a submodule, is not the first one."""
+        changes = self.changes if self.structure() else ""
+        if not changes and (modes := self.modes()) != self._modes:
+            differs = (a is not b for a, b in zip(modes[1:], self._modes[1:], strict=True))
+            seen = next(seen for seen, differ in zip(self._seen[1:], differs, strict=True) if differ)
+            now, was = ("training", "evaluation") if seen.module.training else ("evaluation", "training")
+            changes = f"{seen.path!r} is in {now} mode, not in {was} mode"
+        if changes:
+            raise ParallelError(
+                f"since the step was compiled, {changes}, and the step goes on as before. Make the change on the "
+                "model and compile it again"
+            )
+
+    def warn_of_global_hooks(self) -> None:
+        """Warn once if a hook is registered for all modules."""
         if not self._told and _has_any_global_hook():  # type: ignore[no-untyped-call]
             self._told = True
             warnings.warn(
@@ -271,14 +306,24 @@ computing the former. Make the change on the model and compile it again
             )
 
 
-def _hooks(module: nn.Module) -> tuple[int, ...]:
+def _hook_keys(module: nn.Module) -> tuple[int, ...]:
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return tuple(key for hooks in kinds for key in hooks) if any(kinds) else ()
 
 
+def _hooks(module: nn.Module) -> list[Any]:
+    """The hooks of a module, each with its kind."""
+    flags = "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"
+    return [
+        (kind, hook, *(key in getattr(module, flag) for flag in flags))
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        for key, hook in getattr(module, kind).items()
+    ]
+
+
 def copy_module_tree(
     target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], mesh: RuntimeMesh
-) -> tuple[dict[str, Layout], dict[str, Any]]:
+) -> dict[str, Any]:
     """Copy the model's module tree into `target`, with parameters and buffers in the layouts of `specs`.
 
     Values are rank 0's. Tensors on the meta device get no values. Tensors without a spec are replicated. Tied tensors
@@ -288,9 +333,7 @@ def copy_module_tree(
 
     Returns
     -------
-    layouts : dict of str to Layout
-        The layout of each DTensor, by all its names.
-    attributes : dict of str to object
+    dict of str to object
         The other attributes of the model itself.
 
     Raises
@@ -299,9 +342,7 @@ def copy_module_tree(
         If the model lacks a tensor of `specs`, or has it in another shape.
     """
     wanted = {spec.name: spec.layout for spec in specs}
-    layouts: dict[str, Layout] = {}
     adopted: dict[torch.Tensor, torch.Tensor] = {}
-    places: dict[torch.Tensor, Layout] = {}
     for name, tensor in named_tensors(model):
         if tensor not in adopted:
             layout = wanted.pop(name, None) or Layout.replicated(tensor.shape)
@@ -310,9 +351,7 @@ def copy_module_tree(
                     f"the step was compiled for {name!r} of shape {layout.global_shape}, but this model has it of "
                     f"shape {tuple(tensor.shape)}: compile the step for this model"
                 )
-            adopted[tensor], places[tensor] = _distributed(name, tensor, layout, mesh), layout
-        if isinstance(adopted[tensor], DTensor):
-            layouts[name] = places[tensor]
+            adopted[tensor] = _distributed(name, tensor, layout, mesh)
     if wanted:
         raise ParallelError(
             f"the step was compiled for another model: this one has no {', '.join(sorted(wanted))}; compile it again"
@@ -320,7 +359,28 @@ def copy_module_tree(
     attributes = ModuleTreeCopy(model, target, adopted).attributes(model)
     for tree in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         vars(target)[tree] = attributes.pop(tree)
-    return layouts, attributes
+    return attributes
+
+
+def layouts_in_steps(module: nn.Module) -> dict[str, Layout]:
+    """The layout that steps have of each parameter and buffer of a parallel module, by all names."""
+    found: dict[str, Layout] = {}
+    for name, tensor in named_tensors(module):
+        sharding = tensor.sharding if isinstance(tensor, ParallelTensor) else sharding_in_step(tensor)
+        found[name] = Layout.replicated(tensor.shape) if sharding is None else sharding.layout
+    return found
+
+
+@torch.no_grad()
+def share_buffers(root: nn.Module, specs: Iterable[ParameterSpec], mesh: RuntimeMesh) -> None:
+    """Give the plain tensors of `specs` rank 0's values, as users may have registered some. Collective."""
+    if mesh.device_mesh is None:
+        return
+    for name in (spec.name for spec in specs):
+        path, _, leaf = name.rpartition(".")
+        tensor = submodule(root, path)._buffers.get(leaf)
+        if tensor is not None and not isinstance(tensor, DTensor):
+            tensor.copy_(broadcast_from_rank_0(tensor, mesh, name))
 
 
 def meta_tensor_names(model: nn.Module) -> set[str]:
@@ -348,7 +408,10 @@ class TensorLookup:
             for alias in spec.aliases
         ]
         self._dtypes = [getattr(torch, spec.dtype) for spec in self._specs]
-        self._known: list[torch.Tensor | None] = [tensors.get(leaf) for tensors, leaf in self._places]
+        found = [tensors.get(leaf) for tensors, leaf in self._places]
+        # A user's own parameter that no step has taken so far is checked at the first call.
+        new = [type(each) is nn.Parameter and sharding_in_step(each) is None for each in found]
+        self._known = [None if is_new else each for each, is_new in zip(found, new, strict=True)]
 
     def _place_of(self, root: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
         path, _, leaf = name.rpartition(".")
@@ -377,6 +440,10 @@ class TensorLookup:
                     "different ones"
                 )
         return found
+
+    def lacks(self) -> bool:
+        """Whether one of the tensors is gone."""
+        return any(tensors.get(leaf) is None for tensors, leaf in self._places)
 
     def _checked(self, spec: ParameterSpec, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Check a tensor that was replaced since the last call."""
@@ -409,10 +476,12 @@ class TensorLookup:
         return tensor
 
 
-def shard_state_dict(state: dict[str, Any], prefix: str, layouts: Mapping[str, Layout], mesh: RuntimeMesh) -> None:
-    """Replace the whole tensors of a state dict by this rank's parts, before it is loaded."""
-    for name, layout in layouts.items():
-        value = state.get(prefix + name)
+def shard_state_dict(state: dict[str, Any], prefix: str, module: nn.Module, mesh: RuntimeMesh) -> None:
+    """Replace the whole tensors of a state dict by this rank's parts, before `module` loads it."""
+    for name, tensor in named_tensors(module):
+        if not isinstance(tensor, ParallelTensor):
+            continue
+        layout, value = tensor.sharding.layout, state.get(prefix + name)
         if isinstance(value, DTensor):
             check_rank(value, Sharding(layout, mesh))
         elif isinstance(value, torch.Tensor) and tuple(value.shape) == layout.global_shape:  # torch refuses others

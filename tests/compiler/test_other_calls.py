@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -348,6 +349,84 @@ def test_other_calls_on_one_device() -> None:
     other_calls({})
 
 
+class Editable(nn.Module):
+    """Parts that a program replaces, adds and takes away."""
+
+    scale: Tensor | None
+    adapter: nn.Module | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.head = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16)])
+        self.register_parameter("scale", None)
+        self.register_buffer("shift", None)
+        self.register_module("adapter", None)
+
+    def forward(self, x: Tensor) -> tuple[None, Tensor]:
+        y = self.act(self.up(x))
+        for block in self.blocks:
+            y = block(y)
+        if self.adapter is not None:
+            y = y + self.adapter(y)
+        y = self.head(y if self.scale is None else y * self.scale)
+        return None, (y if self.shift is None else y + self.shift).square().mean()
+
+
+def doubled(*given: Any) -> Any:
+    return 2 * given[-1]
+
+
+def _with_new_head(model: Any) -> None:
+    model.head = nn.Sequential(nn.Linear(16, 6), nn.BatchNorm1d(6), nn.Linear(6, 10)).double()
+
+
+EDITS: list[Callable[[Any], object]] = [
+    lambda model: setattr(model, "scale", nn.Parameter(torch.rand(16).double())),
+    lambda model: setattr(model, "shift", torch.rand(4).double()),
+    lambda model: setattr(model, "adapter", nn.Linear(16, 16).double()),
+    lambda model: setattr(model, "act", nn.GELU()),
+    lambda model: setattr(model.up, "bias", None),
+    lambda model: model.blocks.append(nn.Linear(16, 16).double()),
+    lambda model: model.blocks[0].register_forward_hook(doubled),
+    lambda model: model.up.register_forward_pre_hook(lambda _, given: (given[0] + 1,)),
+    lambda model: setattr(model, "shift", None),
+    _with_new_head,
+    lambda model: setattr(model, "adapter", None),
+]
+
+
+@pytest.mark.filterwarnings("ignore:the model is compiled again")
+def edited(force: Any) -> None:
+    """Parts and hooks that come and go after the model is compiled; rank 0 supplies what is random."""
+    torch.manual_seed(0)
+    rank, x = dist.get_rank(), torch.randn(8, 8, dtype=torch.float64)
+    model = Editable().double()
+    options = sw.Options(force=force, recompile_limit=16)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(2), (x,), options=options, progress=False)
+    for number, edit in enumerate(EDITS):
+        torch.manual_seed(number), edit(model)
+        torch.manual_seed(number + rank), edit(parallel)
+        assert_same_step(parallel, model, (x,))
+        assert len(parallel._steps) == number + 2
+    whole = parallel.full_state_dict()
+    torch.testing.assert_close(whole, dict(model.state_dict()))
+    parallel.load_state_dict(model.state_dict())
+    assert_same_step(copy.deepcopy(parallel), copy.deepcopy(model), (x[:4],))
+    # Back and forth: no step is compiled twice.
+    steps = len(parallel._steps)
+    for _ in range(2):
+        handles = [each.blocks[1].register_forward_hook(doubled) for each in (model, parallel)]
+        assert_same_step(parallel, model, (x,))
+        for handle in handles:
+            handle.remove()
+        assert_same_step(parallel, model, (x,))
+    assert len(parallel._steps) == steps + 1
+    if rank:
+        parallel.act = nn.ReLU()
+    assert re.search("rank 1 with x .* and a model in which .*'act' is another one", told(lambda: parallel(x)))
+
+
 class Steps(nn.Module):
     """Computes as often as a number says."""
 
@@ -370,7 +449,10 @@ def test_a_number_is_a_constant_of_its_step() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [accumulated, parts_and_local, refused, frozen, thawed, carried_state, changed_in_forward, functional_calls],
+    [
+        accumulated, parts_and_local, refused, frozen, thawed, carried_state, changed_in_forward, functional_calls,
+        edited,
+    ],  # fmt: skip
 )
 def test_on_ranks(check: Any, pool: WorkerPool) -> None:
     pool.run(check, {"*": "zdp"}, nprocs=2, timeout=300)

@@ -182,13 +182,6 @@ def refused(parallel: Any) -> None:
         with pytest.raises(sw.ParallelError, match=match):
             parallel(*batch())
 
-    linear = parallel.layers[0].linear
-    parallel.layers[0].linear = nn.Linear(6, 6)
-    raises(r"'layers\.0\.linear' was a Linear")
-    parallel.layers[0].linear = linear
-    handle = parallel.head.register_forward_hook(lambda *_: None)
-    raises("hooks of 'head'")
-    handle.remove()
     with pytest.raises(sw.ParallelError, match="save_checkpoint"):
         torch.save(parallel, io.BytesIO())
     with pytest.raises(sw.ParallelError, match="DistributedDataParallel cannot wrap a parallel module"):
@@ -198,7 +191,7 @@ def refused(parallel: Any) -> None:
     parallel.double()
     parallel(*batch())
     del parallel.scale
-    raises("'scale' was deleted")
+    raises("object has no attribute .*scale")
 
 
 def all_in_turn() -> None:

@@ -30,6 +30,7 @@ from shardweave.cost_model import (
 )
 from shardweave.ir import Assignment, OverlapConfig, PlanError, RecomputeMode, Strategy, readable_bytes
 from shardweave.passes import Annotated, Compiled, RepeatedLayers, Shards, layer_multiplicity, layer_outputs, lower
+from shardweave.planner.problem.space import legal
 from shardweave.planner.problem.step_choices import layer_named
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.extrapolation import (
@@ -41,7 +42,7 @@ from shardweave.planner.search.extrapolation import (
     with_repeated_layers,
 )
 from shardweave.planner.search.layer_problem import RecentCache, Steps, inside, renamed
-from shardweave.planner.search.plan import Plan
+from shardweave.planner.search.plan import OpChoice, Plan
 from shardweave.sharding import LayerRun, info, last_match, layer_of, layers_of_ops
 
 MAX_CACHED_SHARDED_GRAPHS = 8
@@ -198,6 +199,23 @@ class StepLowering:
             shards,
             accumulates=accumulates,
         )
+
+    def completed(self, plan: Plan) -> Plan:
+        """A plan with data parallel strategies also for the ops that are new, as of a head that was put into the model.
+
+        Those are the ops that it has no strategy for, or has one for a parameter of another shape.
+        """
+        mesh, captured = self.cluster.mesh(), self.steps.whole.captured
+        placeholders = {node.name: node for node in captured.graph.graph.find_nodes(op="placeholder")}
+        shapes = {name: tuple(placeholders[node].meta["val"].shape) for node, name in captured.parameters.items()}
+        choices = dict(plan.choices)
+        for op in self.steps.whole.ops:
+            before, now = plan.model_key.parameters.get(op.parameter), shapes.get(op.parameter)
+            if op.name not in choices or (before is not None and before != now):
+                fits = [each for each in legal(op, mesh) if each.rest == each.states == 1]
+                if fits:
+                    choices[op.name] = OpChoice(fits[0], 0.0)
+        return replace(plan, choices=choices)
 
     def options_of(self, plan: Plan) -> Options:
         """The options for lowering a plan's step: the plan's own choices, else the user's."""
