@@ -74,8 +74,12 @@ def boxed(
     graph.set_codegen(generator)
     module = fx.GraphModule(constants, graph)
     run: Boxed = module.forward
+    device = "cpu" if mesh is None else mesh.device_type
 
     def guarded(arguments: list[Any]) -> Sequence[Any]:
+        if torch.is_autocast_enabled(device):  # the graph has the casts of its capture
+            with torch.autocast(device, enabled=False):
+                return guarded(arguments)
         raise_if_rank_lost()
         if mesh is not None and mesh.closed is not None:
             raise ParallelError(

@@ -9,7 +9,7 @@ for it. The outputs of each sample go back to the rank that passed it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,16 +48,16 @@ class CallSignature:
         Of the arguments.
     leaves : tuple
         The shape and dtype of each tensor among the arguments, and the other values.
-    modes : tuple of int
-        Whether the model is in training mode, the structure of its module tree, and whether each of its submodules is
-        in training mode.
+    modes : tuple
+        Whether the model is in training mode, the structure of its module tree, what autocast casts to, and whether
+        each submodule is in training mode.
     trains : bool
         Whether gradients are wanted.
     """
 
     structure: TreeSpec
     leaves: tuple[object, ...]
-    modes: tuple[int, ...]
+    modes: tuple[Hashable, ...]
     trains: bool
 
     @classmethod
@@ -66,7 +66,7 @@ class CallSignature:
         signature: inspect.Signature,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        modes: tuple[int, ...],
+        modes: tuple[Hashable, ...],
         trains: bool,
     ) -> CallSignature:
         """The signature of a call of a model whose forward has this `signature`."""
@@ -112,7 +112,18 @@ def call_text(
     ]
     of = f" with a gradient of {', '.join(wanted)}" if wanted else ""
     mode = f"{'training' if training else 'evaluation'} mode{of if trains else ' without gradients'}"
-    return f"{', '.join(told) or 'no inputs'} in {mode}"
+    cast = "".join(f" under autocast of {kind} to {dtype_name(dtype)}" for kind, dtype in autocast_dtypes())
+    return f"{', '.join(told) or 'no inputs'} in {mode}{cast}"
+
+
+def autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of devices for which autocast is on now, each with the dtype that it casts to.
+
+    >>> with torch.autocast("cpu"):
+    ...     autocast_dtypes()
+    (('cpu', torch.bfloat16),)
+    """
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 def check_inputs(

@@ -14,7 +14,7 @@ import inspect
 import math
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -50,7 +50,14 @@ from shardweave.runtime.call_checks import Agreement, Batch, CallChecks, group_o
 from shardweave.runtime.compute_kernels import InductorMode, RegionCompiler
 from shardweave.runtime.execute import Executor, boxed, refuse_transforms
 from shardweave.runtime.grad_accumulation import Accumulation, Boxed, MicroBatchRunner
-from shardweave.runtime.inputs import CallSignature, InputGradients, LocalBatch, check_tensor, wants_gradient
+from shardweave.runtime.inputs import (
+    CallSignature,
+    InputGradients,
+    LocalBatch,
+    autocast_dtypes,
+    check_tensor,
+    wants_gradient,
+)
 from shardweave.runtime.module_tree import (
     ModuleTreeGuard,
     TensorLookup,
@@ -123,7 +130,7 @@ class _BoundStep:
     """A step bound to this rank: the attributes of the module while it runs, and the mode that it is for."""
 
     attributes: Mapping[str, Any]
-    modes: tuple[int, ...]
+    modes: tuple[Hashable, ...]
     trains: bool
     constants: str = ""
     """The Python values by which its call differs from those of earlier steps, in words."""
@@ -144,7 +151,7 @@ class _BoundStep:
         return execute.unfrozen(execute.parameters()) if self.trains else []
 
     @property
-    def structure(self) -> int:
+    def structure(self) -> Hashable:
         """The structure of the module tree that the step is for: see `ModuleTreeGuard`."""
         return self.modes[_STRUCTURE]
 
@@ -357,8 +364,9 @@ class ParallelModule(nn.Module):
 
     # -- steps for other inputs
 
-    def _modes(self) -> tuple[int, ...]:
-        return self.training, *self._tree_guard.modes()
+    def _modes(self) -> tuple[Hashable, ...]:
+        structure, *modes = self._tree_guard.modes()
+        return self.training, structure, autocast_dtypes(), *modes
 
     @property
     def _bound_step(self) -> _BoundStep:

@@ -427,6 +427,43 @@ def edited(force: Any) -> None:
     assert re.search("rank 1 with x .* and a model in which .*'act' is another one", told(lambda: parallel(x)))
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.norm(torch.relu(self.up(x))))
+        return y
+
+
+def under_autocast(force: Any) -> None:
+    """Calls with and without autocast around them, the backward inside or outside of it."""
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(8, 8)
+    options = sw.Options(force=force, outputs="whole")
+    parallel = sw.compile_parallel(model, sw.Cluster.local(2), x, options=options, progress=False)
+    for dtype, is_inside in ((None, True), (torch.bfloat16, False), (torch.bfloat16, True), (None, False)):
+        found = []
+        for each in (parallel, model):
+            each.zero_grad()
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                output = each(x)
+                loss = output.float().square().mean()
+                if is_inside:
+                    loss.backward()
+            if not is_inside:
+                loss.backward()
+            gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in each.parameters()]
+            found.append([output, *gradients])
+        assert found[0][0].dtype == (dtype or torch.float32)
+        torch.testing.assert_close(*found, **({} if dtype is None else {"rtol": 2e-2, "atol": 2e-2}))
+    assert len(parallel._steps) == 2
+    with torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 0):
+        message = told(lambda: parallel(x))
+    assert "rank 0 with x (8, 8) in training mode under autocast of cpu to bfloat16; rank 1 with x (8, 8)" in message
+
+
 class Steps(nn.Module):
     """Computes as often as a number says."""
 
@@ -451,7 +488,7 @@ def test_a_number_is_a_constant_of_its_step() -> None:
     "check",
     [
         accumulated, parts_and_local, refused, frozen, thawed, carried_state, changed_in_forward, functional_calls,
-        edited,
+        edited, under_autocast,
     ],  # fmt: skip
 )
 def test_on_ranks(check: Any, pool: WorkerPool) -> None:
