@@ -38,8 +38,6 @@ HINTS = {
     ".requires_grad_(": "Make a leaf of your own, x = x.detach().requires_grad_(), or pass an input that requires one.",
     "PackedSequence(": "Give the padded batch and its lengths to the model, and pack them in its forward. Compute on "
     "the padded batch, before it is packed or after pad_packed_sequence, or on packed.data for a loss.",
-    "proj_size(": "Give that layer the padded batch, mask its outputs by the lengths, and take each row's last state "
-    "from them by gather: with one direction that is the same.",
     "retain_grad(": "Pass a tensor of zeros that requires a gradient, and add it to that value: its gradient is the "
     "value's.",
     "np.random.": "Draw with torch (torch.rand, torch.randn), or pass what you have drawn to the call.",
@@ -95,11 +93,10 @@ def _logging_functions() -> set[Callable[..., Any]]:
 def recurrent_layers() -> Iterator[None]:
     """While this runs, AOTAutograd traces a layer of an LSTM, GRU or RNN as one op over all steps, a cell as one step.
 
-    Torch's decomposition has ops of their own for each step, and loses the dropout between layers. It stays where an
-    LSTM has projections. Torch's cells are fused ops on CUDA.
+    Torch's decomposition has ops of their own for each step, and loses the dropout between layers. An LSTM with
+    projections has such ops here too. Torch's cells are fused ops on CUDA.
     """
     helper: Callable[..., Any] = decompositions._rnn_helper
-    long: Callable[..., Any] = decompositions.one_layer_lstm
 
     def layers(
         x: Tensor, hidden: Any, params: Any, biases: bool, count: int, dropout: float, train: bool, both: bool,
@@ -128,12 +125,31 @@ def recurrent_layers() -> Iterator[None]:
     def one_layer_lstm(
         x: Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool = False, batch_sizes: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        if len(params) in (3, 5):  # a projection is the last parameter
-            result: tuple[Tensor, tuple[Tensor, Tensor]] = long(x, hidden, params, has_biases, reverse)
-            return result
+        if len(params) in (3, 5):
+            return projected(x, hidden, params, has_biases, reverse, batch_sizes)
         states = steps(x, torch.stack([*hidden]), params, has_biases, "lstm", reverse, batch_sizes)
         last = 0 if reverse else -1
         return states[0], (states[0, last], states[1, last])
+
+    def projected(
+        x: Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool, lengths: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        """With a projection, the last parameter: step by step."""
+        bias, state_bias = params[2:4] if has_biases else (None, None)
+        if lengths is not None:  # what is behind a row's end may be infinite
+            x = torch.where((torch.arange(len(x), device=x.device)[:, None] < lengths)[..., None], x, 0)
+        igates, (output, state), found = nn.functional.linear(x, params[0], bias), hidden, list[Tensor]()
+        for step in reversed(range(len(x))) if reverse else range(len(x)):
+            gates = igates[step] + nn.functional.linear(output, params[1], state_bias)
+            take, keep, new, show = gates.chunk(4, 1)
+            after = keep.sigmoid() * state + take.sigmoid() * new.tanh()
+            shown = nn.functional.linear(show.sigmoid() * after.tanh(), params[-1])
+            if lengths is not None:  # a row that has ended stays as it is
+                longer = (lengths > step)[:, None]
+                shown, after = torch.where(longer, shown, output), torch.where(longer, after, state)
+            output, state = shown, after
+            found.append(output)
+        return torch.stack(found[::-1] if reverse else found), (output, state)
 
     def steps(
         x: Tensor, initial: Tensor, params: Any, has_biases: bool, cell: str, reverse: bool,
@@ -292,14 +308,13 @@ def _packed_sequences() -> Iterator[None]:
                 return original(self, input, hx)
             if not isinstance(input, _Packed):
                 raise ValueError(_NO_PARTS)
-            if self.proj_size:
-                raise ValueError("an LSTM with `proj_size` takes no packed sequence where it is captured")
             self._update_flat_weights()
             padded = input.padded
             if hx is None:
                 count = self.num_layers * (2 if self.bidirectional else 1)
                 hx = padded.new_zeros(count, padded.shape[1], self.hidden_size)
-                hx = (hx, hx) if self.mode == "LSTM" else hx
+                shown = padded.new_zeros(count, padded.shape[1], self.proj_size) if self.proj_size else hx
+                hx = (shown, hx) if self.mode == "LSTM" else hx
             self.check_forward_args(padded.transpose(0, 1) if self.batch_first else padded, hx, None)
             options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
             found = layers[self.mode](padded, input.lengths.to(padded.device), hx, self._flat_weights, *options)
