@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture_errors import (
     PARAMETER_WAY_OUT,
+    SEVERAL_GRADIENTS,
     capture_error,
     module_and_line,
     readable_errors,
@@ -44,6 +45,7 @@ from shardweave.compiler.joint_graph import (
     enclose_open_sizes,
     extend_backward,
     fold_conjugates,
+    fold_copies,
     linalg_checks_as_values,
     take_cast_parameters,
     take_parameter_changes,
@@ -224,6 +226,7 @@ def _joint_graph(
             args, kwargs = cast((args, kwargs), precision.param_dtype)  # see cast_inputs_inside
         for leaf in (leaf for leaf, wants in zip(pytree.tree_leaves((args, kwargs)), wanted, strict=True) if wants):
             leaf.requires_grad_()
+        backward_hooks_as_tensor_hooks(model)
         stack.enter_context(traceable(model))
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         stack.enter_context(inputs_made_leaves(given))
@@ -261,6 +264,81 @@ def _joint_graph(
         if traced:
             save_graph(traced[0], joint.graph_module)
     return joint.graph_module, joint.out_spec, reads
+
+
+def backward_hooks_as_tensor_hooks(model: nn.Module) -> None:
+    """Let hooks on the inputs and outputs of submodules call the submodules' full backward hooks.
+
+    Dynamo traces hooks on tensors, and not those. A hook on an output keeps its gradient in a buffer, and the hook on
+    the input calls those of the module with both gradients, as `torch.utils.hooks.BackwardHook` does.
+    """
+    for module in model.modules():
+        if module is not model and (module._backward_hooks or module._backward_pre_hooks):
+            hooks, pre_hooks = (*module._backward_hooks.values(),), (*module._backward_pre_hooks.values(),)
+            module._backward_hooks.clear()
+            module._backward_pre_hooks.clear()
+            module.register_forward_pre_hook(_as_own_tensors)
+            module.register_forward_hook(_calling(hooks, pre_hooks))
+
+
+def _wants(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
+def _as_own_tensors(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a module as tensors whose gradients are those of this call alone."""
+    return tuple(arg.view_as(arg) if _wants(arg) else arg for arg in args)
+
+
+def _calling(hooks: tuple[Any, ...], pre_hooks: tuple[Any, ...]) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+    """The forward hook of a module with these backward hooks."""
+
+    def called(module: nn.Module, found: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+        for hook in hooks:
+            result = hook(module, found, given)
+            found = found if result is None else result
+        return found
+
+    def on_outputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        outputs = (*output,) if isinstance(output, tuple) else (output,)
+        inputs = [index for index, arg in enumerate(args) if _wants(arg)]
+        places = [index for index, each in enumerate(outputs) if _wants(each)]
+        if not places:
+            return None
+        if (hooks and len(inputs) > 1) or (len(places) > 1 and (pre_hooks or not inputs)):
+            torch._dynamo.graph_break(msg=SEVERAL_GRADIENTS)
+        gradients = {index: torch.zeros_like(outputs[index]) for index in places}
+        results = [each.view_as(each) if index in gradients else each for index, each in enumerate(outputs)]
+
+        def with_only(gradient: Tensor, place: int, count: int) -> tuple[Any, ...]:
+            return tuple(gradient if index == place else None for index in range(count))
+
+        def keep(place: int) -> Callable[[Tensor], Tensor]:
+            def kept(gradient: Tensor) -> Tensor:
+                for hook in pre_hooks:
+                    result = hook(module, with_only(gradient, place, len(outputs)))
+                    gradient = gradient if result is None else result[place]
+                gradients[place].copy_(gradient)
+                if not inputs:
+                    called(module, (None,) * len(args), with_only(gradient, place, len(outputs)))
+                return gradient
+
+            return kept
+
+        def on_input(gradient: Tensor) -> Tensor:
+            given = tuple(gradients.get(index) for index in range(len(outputs)))
+            result: Tensor = called(module, with_only(gradient, inputs[0], len(args)), given)[inputs[0]]
+            return result
+
+        for place in places:
+            results[place].register_hook(keep(place))
+        if hooks and inputs:
+            args[inputs[0]].register_hook(on_input)
+        if not isinstance(output, tuple):
+            return results[0]
+        return type(output)(*results) if hasattr(output, "_fields") else (*results,)
+
+    return on_outputs
 
 
 def _name_once(module: nn.Module) -> None:
@@ -320,6 +398,7 @@ def _captured_step(
     own = {name: parameter.dtype for name, parameter in model.named_parameters() if times[name] == 1}
     changes = take_parameter_changes(graph, own)
     fold_conjugates(graph)
+    fold_copies(graph)
     linalg_checks_as_values(graph)
     enclose_open_sizes(model, graph)
     kinds = [type(described).__name__ for described in graph.output_node().meta["desc"]]

@@ -33,6 +33,17 @@ _PARALLEL = (
 _INSIDE = "pass the module that it wraps, its `.module`: data parallelism is one of the strategies that a plan chooses"
 _SHARDED = "build the model anew and pass it before it is sharded; a plan shards it"
 
+SEVERAL_GRADIENTS = "its hooks on the backward take several gradients at once, which is not captured"
+"""Why backward hooks are refused of a module that takes, or returns, several tensors with gradients."""
+_HOOK_WAY_OUT = (
+    "In a forward hook of the module, call register_hook of each tensor whose gradient is to be changed: that is "
+    "captured."
+)
+_KEPT_WAY_OUT = (
+    "Only what is computed there is captured. Return from the forward what is to be kept. To see the gradient of a "
+    "value, pass a tensor of zeros that requires a gradient, and add it to that value: its gradient is the value's."
+)
+
 
 def refuse_wrapped(model: object, lazy: type[nn.Module]) -> None:
     """Raise CaptureError if `model` is not a plain module, or has a part that is compiled, wrapped or sharded already.
@@ -178,18 +189,16 @@ def readable_errors(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
-    """Raise CaptureError if a submodule has hooks on its backward, or the model one that it would not run the same."""
+    """Raise CaptureError if a module has hooks of the older `register_backward_hook`, which may get other gradients."""
     for name, module in model.named_modules():
-        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        if hooks and (name or not module._is_full_backward_hook and module._backward_hooks):
+        if module._backward_hooks and not module._is_full_backward_hook:
+            hooks = module._backward_hooks.values()
             called = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
             raise capture_error(
                 model,
-                f"it has hooks on its backward ({called}), which are not captured",
+                f"it has hooks of register_backward_hook ({called}), which are not captured",
                 name,
-                way_out="To change a gradient there, register a hook on a tensor in a forward, or in a forward hook of "
-                "the module: output.register_hook(function) is captured. Hooks on parameters and those of "
-                "model.register_full_backward_hook, for the whole model, run as ever.",
+                way_out="Register them by register_full_backward_hook.",
             )
 
 
@@ -257,6 +266,10 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
         return INDEXED, "Read it by torch.index_select(x, dim, t.reshape(1)), a copy; write it as x[t] = value."
     if CHANGED_PARAMETER in text:
         return CHANGED_PARAMETER, PARAMETER_WAY_OUT
+    if SEVERAL_GRADIENTS in text:
+        return SEVERAL_GRADIENTS, _HOOK_WAY_OUT
+    if "outside the scope of this HOP" in text:
+        return "a hook on a gradient, or another function that is traced by itself, changes a variable", _KEPT_WAY_OUT
     if LOOP in text:
         return LOOP, _WAY_OUT
     if "data-dependent expression" in text or "nbacked symbol" in text:

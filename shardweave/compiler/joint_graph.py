@@ -226,6 +226,23 @@ def fold_conjugates(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def fold_copies(graph: fx.Graph) -> None:
+    """Replace a copy onto a tensor that is laid out like the copied one by the copied one."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        written, source = node.args[:2]
+        if isinstance(source, fx.Node) and _layout(node) == _layout(source):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            is_unread = isinstance(written, fx.Node) and not written.users
+            if is_unread and written.target is torch.ops.aten.zeros_like.default:
+                graph.erase_node(written)
+
+
+def _layout(node: fx.Node) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    value = node.meta["val"]
+    return value.shape, value.stride(), value.dtype, value.device
+
+
 def asserts_as_values(graph: fx.Graph, outputs: Iterable[int]) -> None:
     """Let asserts return a value that the forward needs: they have no users, and would be removed.
 

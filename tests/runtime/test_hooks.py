@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import shardweave as sw
+from shardweave.compiler.capture import capture
 from shardweave.ir import CaptureError
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -96,18 +97,102 @@ def test_hooks_run_as_on_one_device(register: Hooked, late: bool) -> None:
             torch.testing.assert_close(parallel.get_parameter(name).grad, parameter.grad, msg=name)
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_backward_hooks_of_submodules_are_refused(register: str) -> None:
-    model = Net()
-    getattr(model.up, register)(doubled)
-    with pytest.raises(CaptureError, match=r"in up \(Linear\), it has hooks on its backward \(doubled\)") as caught:
+class Two(nn.Module):
+    """Takes something besides a tensor, and returns two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor, power: int) -> tuple[Tensor, Tensor]:
+        return self.inner(hidden), hidden**power
+
+
+class Deep(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = Two()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.two(torch.relu(self.up(x)), 2)
+        result: Tensor = self.down(first * second).square().mean() + first.mean()
+        return result
+
+
+def with_its_output(_: object, gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return 0.5 * gradients[0] + outputs[0].sum(-1, keepdim=True), *(None for _ in gradients[1:])
+
+
+def with_both_outputs(_: object, gradients: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return gradients[0] + outputs[0] * outputs[1], None
+
+
+def only_seen(_: object, gradients: object, outputs: object = None) -> None:
+    pass
+
+
+BACKWARD_HOOKS: dict[str, list[tuple[str, str, Any]]] = {
+    "one": [("down", "register_full_backward_hook", doubled)],
+    "with the output": [("down", "register_full_backward_hook", with_its_output)],
+    "before": [("up", "register_full_backward_pre_hook", doubled)],
+    "without an input that needs a gradient": [("up", "register_full_backward_hook", only_seen)],
+    "several": [
+        ("down", "register_full_backward_hook", with_its_output),
+        ("down", "register_full_backward_hook", only_seen),
+        ("down", "register_full_backward_hook", doubled),
+        ("down", "register_full_backward_pre_hook", doubled),
+    ],
+    "two outputs": [("two", "register_full_backward_hook", with_both_outputs)],
+    "nested": [
+        ("two", "register_full_backward_hook", with_both_outputs),
+        ("two.inner", "register_full_backward_hook", doubled),
+        ("two.inner", "register_full_backward_pre_hook", doubled),
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize(("name", "late"), [*((each, False) for each in BACKWARD_HOOKS), ("nested", True)])
+def test_backward_hooks_of_submodules_run_as_on_one_device(name: str, late: bool) -> None:
+    hooks, alone, model = BACKWARD_HOOKS[name], Deep(), Deep()
+    parallel = compiled(model) if late else None
+    for each in (alone, model if parallel is None else parallel):
+        for path, register, hook in hooks:
+            getattr(each.get_submodule(path), register)(hook)
+    parallel = parallel or compiled(model)
+    alone(X).backward()
+    parallel(X).backward()
+    for parameter_name, parameter in alone.named_parameters():
+        torch.testing.assert_close(parallel.get_parameter(parameter_name).grad, parameter.grad, msg=parameter_name)
+    for path, register, hook in [] if late else hooks:  # the model keeps them
+        kept = "_backward_pre_hooks" if "pre" in register else "_backward_hooks"
+        assert hook in getattr(model.get_submodule(path), kept).values()
+        assert not model.get_submodule(path)._forward_hooks
+
+
+def test_what_a_backward_hook_sees_is_not_copied() -> None:
+    model = Deep()
+    model.down.register_full_backward_hook(with_its_output)
+    targets = {node.target for node in capture(model, X).graph.graph.nodes}
+    assert torch.ops.aten.mul.Tensor in targets
+    assert targets.isdisjoint({torch.ops.aten.copy.default, torch.ops.aten.zeros_like.default})
+
+
+def test_backward_hooks_that_cannot_be_captured_are_refused() -> None:
+    seen: list[Any] = []
+    model = Deep()
+    model.down.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs))
+    with pytest.raises(CaptureError, match=r"in down \(Linear\), a hook on a gradient, or another function"):
         compiled(model)
-    assert "output.register_hook(function) is captured" in str(caught.value)
-    assert [*model.up._backward_hooks.values(), *model.up._backward_pre_hooks.values()] == [doubled]
-    parallel = compiled(Net())
-    getattr(parallel.up, register)(doubled)
-    with pytest.raises(CaptureError, match=r"in up \(Linear\), it has hooks on its backward \(doubled\)"):
-        parallel(X)
+    model = Deep()
+    model.two.register_full_backward_pre_hook(doubled)
+    with pytest.raises(CaptureError, match=r"in two \(Two\), its hooks on the backward take several gradients at once"):
+        compiled(model)
+    model = Deep()
+    model.down.register_backward_hook(only_seen)
+    with pytest.raises(CaptureError, match=r"hooks of register_backward_hook \(only_seen\)[^$]*by register_full_b"):
+        compiled(model)
+    assert not seen
 
 
 def test_hooks_that_a_forward_registers_on_a_parameter_are_refused() -> None:
