@@ -7,7 +7,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -264,7 +264,8 @@ class Compiler:
         # 2. Compare the captures of the ranks.
         missing = tuple(name for name, tensor in named_tensors(model) if tensor.is_meta)
         digests, without_values = zip(*gather_from_ranks((compiler.digest(), missing), timeout))
-        if len(set(without_values)) > 1:
+        unset = without_values[0]
+        if any(not set(unset) <= set(others) for others in without_values):
             raise ParallelError(meta_mismatch_message(without_values))
         if len(set(digests)) > 1:
             meant, *given = zip(*gather_from_ranks((batch, compiler.options, compiler.model_key), timeout))
@@ -272,17 +273,20 @@ class Compiler:
                 raise ParallelError(f"the ranks compile with different meanings of batch= ({meant}): give all the same")
             raise ParallelError(mismatch_message([*zip(*given)]))
         # 3. Plan, lower, place the parameters.
-        return compiler.compile(model, plan, into)
+        return compiler.compile(model, plan, into, unset)
 
     def digest(self) -> str:
         """A hash of the options and of the model's names and shapes, which all ranks must share."""
         text = repr((_option_reprs(self.options), self.model_key.to_dict(), self.batch))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def compile(self, model: nn.Module, plan: Plan | None, into: nn.Module | None = None) -> ParallelModule:
+    def compile(
+        self, model: nn.Module, plan: Plan | None, into: nn.Module | None, unset: Collection[str]
+    ) -> ParallelModule:
         """The parallel module of the captured `model` with this plan, or with the best one. Collective.
 
-        The module `into`, where there is one, becomes the parallel module.
+        The module `into`, where there is one, becomes the parallel module. Rank 0 has values of all tensors but those
+        that are `unset`; other ranks may have them on the meta device.
         """
         chosen = plan or self.agreed_plan()
         self.steps.priced.clear()  # they are large, and what is trained is not planned again
@@ -307,6 +311,7 @@ class Compiler:
                 predicted=predicted_step(chosen, self.options),
                 inductor=self.options.inductor,
                 recompile=again,
+                unset=unset,
             )
 
         return run_on_each_rank(control(self.options.collective_timeout), "placing the parameters", place_parameters)
@@ -506,8 +511,8 @@ def meta_mismatch_message(without: Sequence[Sequence[str]]) -> str:
     ]
     return (
         f"the ranks hold different tensors on the meta device: {', '.join(told[:4])}. Build it with values on "
-        "all ranks; or on the meta device on all of them, and give it values once it is compiled, by "
-        "shardweave.initialise, load_weights, load_checkpoint or load_state_dict"
+        "rank 0, which sends them to the others; or on the meta device on all ranks, and give it values once it is "
+        "compiled, by shardweave.initialise, load_weights, load_checkpoint or load_state_dict"
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any, cast
+from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,11 +63,14 @@ from shardweave.runtime.module_tree import (
     TensorLookup,
     copy_module_tree,
     copy_without_values,
+    has_value,
     layouts_in_steps,
     meta_tensor_names,
+    named_tensors,
     shard_state_dict,
     share_buffers,
     submodule,
+    without_value,
 )
 from shardweave.runtime.optimizers import note_replaced, register_hook
 from shardweave.runtime.parameters import local_tensor
@@ -78,7 +81,7 @@ _STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten"
              "_local", "_calls", "_tree_guard", "_constants", "_bind", "_recompile", "_hidden",
              "_accumulation", "_steps", "_known", "_passes_parts", "_regions", "_agreement")  # fmt: skip
 """Attributes of a parallel module that belong to its compiled steps."""
-_ATTRIBUTES = (*_STEP_ATTRIBUTES, "unset", "_seeds")
+_ATTRIBUTES = (*_STEP_ATTRIBUTES, "_unset", "_emptied", "_seeds")
 """The attributes of a parallel module that the model does not have."""
 Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
 Unflatten = Callable[[list[torch.Tensor]], Any]
@@ -251,6 +254,7 @@ class ParallelModule(nn.Module):
         inductor: InductorMode = "auto",
         call: str = "",
         recompile: Recompile | None = None,
+        unset: Collection[str] | None = None,
     ) -> None:
         # 1. Agree with the other ranks on the graphs. All process groups are made before anything can fail on one rank
         # alone.
@@ -268,10 +272,11 @@ class ParallelModule(nn.Module):
         # 2. Copy the module tree, with sharded parameters.
         register_hook()
         specs = (*self.spec.parameters, *self.spec.buffers)
-        attributes = copy_module_tree(self, model, specs, self.mesh)
+        self._unset = meta_tensor_names(model) if unset is None else {*unset}
+        self._emptied = set[str]()
+        """Of these the buffers that `to_empty` has emptied."""
+        attributes = copy_module_tree(self, model, specs, self.mesh, self._unset)
         note_replaced(model.parameters())
-        self.unset = meta_tensor_names(model)
-        """Names of tensors without values: see `initialise`, `load_weights`, `load_state_dict`."""
         # 3. Set up the calls.
         self._accumulation, self._recompile, self._planned = Accumulation(), recompile, self.spec
         self._passes_parts: bool | None = None
@@ -347,12 +352,8 @@ class ParallelModule(nn.Module):
 
     def _running(self) -> Mapping[str, bool]:
         """The mode of the next call, which all ranks must share; ParallelError if the step cannot run."""
-        if self.unset and (read := self.unset & {spec.name for spec in (*self.spec.parameters, *self.spec.buffers)}):
-            raise ParallelError(
-                f"{', '.join(sorted(read)[:5])}: no values for {len(read)} tensors that the step reads, as the model "
-                "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
-                "load_state_dict before the first call"
-            )
+        if self._unset:
+            self._check_values()
         self._tree_guard.warn_of_global_hooks()
         if self._recompile is None:
             self._tree_guard.check()
@@ -361,6 +362,59 @@ class ParallelModule(nn.Module):
         if (constants := self._steps[0].attributes["_constants"]) is not None:
             constants.check_model(self)
         return self._execute.running()
+
+    @property
+    def unset(self) -> set[str]:
+        """The names of tensors without values: see `initialise`, `load_weights`, `load_state_dict`, `to_empty`.
+
+        One that is written, as `torch.nn.init` writes it, has a value from then on.
+        """
+        if self._unset:
+            tensors = dict(named_tensors(self))
+            found = {name: tensors.get(name) for name in self._unset}
+            self._unset -= {name for name, own in found.items() if own is None or has_value(local_tensor(own))}
+        return self._unset
+
+    @torch.no_grad()
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """Take the values of all parameters and buffers away, to write one's own, as `nn.Module.to_empty` does.
+
+        A parameter that is not written before the next call is refused. A buffer is zero then, with a warning.
+        """
+        if device is not None and torch.device(device).type != self.mesh.device_type:
+            raise ParallelError(
+                f"to_empty(device={str(device)!r}) would move the module, whose step was compiled for "
+                f"{self.mesh.device_type!r}: give that device, or compile the model on the other one"
+            )
+        for name, tensor in named_tensors(self):
+            if not recurse and "." in name:
+                continue
+            part = local_tensor(tensor)
+            part.copy_(without_value(part.shape, part.dtype, self.mesh.device_type))
+            if tensor.is_floating_point() or tensor.is_complex():
+                self._unset.add(name)
+                self._emptied.update(() if isinstance(tensor, nn.Parameter) else (name,))
+        return self
+
+    def _check_values(self) -> None:
+        """Raise ParallelError if a tensor that the step reads has no value."""
+        if empty := self.unset & self._emptied:
+            warnings.warn(
+                f"to_empty has emptied {', '.join(sorted(empty)[:5])}, and nothing has written "
+                f"{'it' if len(empty) == 1 else 'them'} since: now zero. Write what is to have another value",
+                stacklevel=2,
+            )
+            tensors = dict(named_tensors(self))
+            for name in empty:
+                local_tensor(tensors[name]).zero_()
+            self._emptied.clear()
+        if read := self.unset & {spec.name for spec in (*self.spec.parameters, *self.spec.buffers)}:
+            raise ParallelError(
+                f"{', '.join(sorted(read)[:5])}: no values for {len(read)} tensors that the step reads, as the model "
+                "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
+                "load_state_dict before the first call, or write them, as torch.nn.init does. A state dict has no "
+                "buffers that are not persistent: build such a module outside of torch.device('meta')"
+            )
 
     # -- steps for other inputs
 
@@ -921,7 +975,7 @@ def _check_replaced_parameters(module: nn.Module, *_: object) -> None:
 def _shard_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     assert isinstance(module, ParallelModule)
     shard_state_dict(state, prefix, module, module.mesh)
-    module.unset -= {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+    module._unset -= {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
 
 
 def _single_run_backward(step: Step) -> fx.GraphModule:

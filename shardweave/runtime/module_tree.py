@@ -322,12 +322,12 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def copy_module_tree(
-    target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], mesh: RuntimeMesh
+    target: nn.Module, model: nn.Module, specs: Iterable[ParameterSpec], mesh: RuntimeMesh, unset: Collection[str]
 ) -> dict[str, Any]:
     """Copy the model's module tree into `target`, with parameters and buffers in the layouts of `specs`.
 
-    Values are rank 0's. Tensors on the meta device get no values. Tensors without a spec are replicated. Tied tensors
-    stay tied. Collective, unless the model is on the meta device.
+    Values are rank 0's; tensors whose names are `unset` there get none. Tensors without a spec are replicated. Tied
+    tensors stay tied. Collective, unless no tensor has a value.
 
     The dictionaries of `target` are filled directly, as a submodule may have the name of a method of `target`.
 
@@ -351,7 +351,7 @@ def copy_module_tree(
                     f"the step was compiled for {name!r} of shape {layout.global_shape}, but this model has it of "
                     f"shape {tuple(tensor.shape)}: compile the step for this model"
                 )
-            adopted[tensor] = _distributed(name, tensor, layout, mesh)
+            adopted[tensor] = _distributed(name, tensor, layout, mesh, name in unset)
     if wanted:
         raise ParallelError(
             f"the step was compiled for another model: this one has no {', '.join(sorted(wanted))}; compile it again"
@@ -386,6 +386,24 @@ def share_buffers(root: nn.Module, specs: Iterable[ParameterSpec], mesh: Runtime
 def meta_tensor_names(model: nn.Module) -> set[str]:
     """The names of the tensors on the meta device."""
     return {name for name, tensor in named_tensors(model) if tensor.is_meta}
+
+
+def without_value(shape: Iterable[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A part of a tensor that has no value yet: it is NaN, or zero where there is no NaN.
+
+    >>> part = without_value((2,), torch.float32, "cpu")
+    >>> has_value(part), has_value(part.fill_(0))
+    (False, True)
+    """
+    can_be_nan = dtype.is_floating_point or dtype.is_complex
+    return torch.full((*shape,), torch.nan if can_be_nan else 0, dtype=dtype, device=device)
+
+
+def has_value(part: torch.Tensor) -> bool:
+    """Whether a part that had no value has been written; one of no numbers needs none."""
+    if part.is_floating_point() or part.is_complex():
+        return not part.numel() or not bool(part.isnan().all())
+    return part._version > 0 or not part.numel()
 
 
 class TensorLookup:
@@ -489,12 +507,15 @@ def shard_state_dict(state: dict[str, Any], prefix: str, module: nn.Module, mesh
             state[prefix + name] = distribute(part.to(mesh.device_type), layout, mesh)
 
 
-def _distributed(name: str, tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.Tensor:
+def _distributed(
+    name: str, tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh, is_unset: bool
+) -> torch.Tensor:
     """This rank's part of rank 0's `tensor`: a DTensor parameter, or a buffer (plain where it is replicated)."""
-    if tensor.is_meta:
-        local = torch.empty(layout.local_shape, dtype=tensor.dtype, device=mesh.device_type)
+    if is_unset:
+        local = without_value(layout.local_shape, tensor.dtype, mesh.device_type)
     else:
-        local = local_shard(broadcast_from_rank_0(tensor, mesh, name), layout, mesh.mesh.coordinates(mesh.rank))
+        whole = torch.empty_like(tensor, device=mesh.device_type) if tensor.is_meta else tensor  # on other ranks
+        local = local_shard(broadcast_from_rank_0(whole, mesh, name), layout, mesh.mesh.coordinates(mesh.rank))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(distribute(local, layout, mesh), requires_grad=tensor.requires_grad)
     return local if layout.is_replicated else distribute(local, layout, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -228,3 +229,74 @@ def odd_ones() -> None:
 
 def test_odd_models_and_mistakes(pool: WorkerPool) -> None:
     pool.run(odd_ones, nprocs=2)
+
+
+class Shifted(nn.Module):
+    """With a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 12), nn.LayerNorm(12)
+        self.register_buffer("shift", torch.linspace(0, 1, 12), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(self.up(x) + self.shift).square().mean()
+        return result
+
+
+def written(module: nn.Module) -> None:
+    """An initialisation of one's own."""
+    torch.manual_seed(5)
+    for name, parameter in module.named_parameters():
+        torch.nn.init.normal_(parameter) if "up" in name else torch.nn.init.constant_(parameter, 0.5)
+
+
+def own_values() -> None:
+    x, alone = torch.linspace(-1, 1, 96).view(12, 8), Shifted()
+    written(alone)
+    cluster, options = sw.Cluster.local(dist.get_world_size()), sw.Options(force={"*": "zdp"})
+
+    def compiled() -> Any:
+        return sw.compile_parallel(on_meta(Shifted), cluster, x, options=options, progress=False)
+
+    # 1. What is written has a value, without a word; what is not is refused.
+    parallel = compiled()
+    written(parallel)
+    assert parallel.unset == {"shift"}
+    with pytest.raises(sw.ParallelError, match="shift: no values for 1 tensors"):
+        parallel(x)
+    parallel.shift.copy_(torch.linspace(0, 1, 12))
+    torch.testing.assert_close(parallel(x), alone(x))
+    # 2. `to_empty` takes all values away. A buffer that is not written is zero, with a warning.
+    assert parallel.to_empty(device="cpu") is parallel
+    with (
+        pytest.warns(UserWarning, match="to_empty has emptied shift"),
+        pytest.raises(sw.ParallelError, match=r"norm.bias, norm.weight, up.bias, up.weight: no values for 4 tensors"),
+    ):
+        parallel(x)
+    written(parallel)
+    alone.shift.zero_()
+    torch.testing.assert_close(parallel(x), alone(x))
+    with pytest.raises(sw.ParallelError, match=r"to_empty\(device='meta'\) would move the module"):
+        parallel.to_empty(device="meta")
+
+
+def test_own_values_are_written_after_compiling(pool: WorkerPool) -> None:
+    pool.run(own_values, nprocs=2)
+
+
+def values_of_rank_0() -> None:
+    """As a launch does that reads the weights on rank 0 alone."""
+    x = torch.linspace(-1, 1, 96).view(12, 8)
+    torch.manual_seed(0)
+    alone = Shifted()
+    model = copy.deepcopy(alone) if dist.get_rank() == 0 else on_meta(Shifted)
+    cluster, options = sw.Cluster.local(dist.get_world_size()), sw.Options(force={"*": "zdp"})
+    parallel = sw.compile_parallel(model, cluster, x, options=options, progress=False)
+    torch.testing.assert_close(parallel(x), alone(x))
+    parallel(x).backward()
+    assert_equal(parallel.full_state_dict(), alone.state_dict())
+
+
+def test_rank_0_sends_its_values_to_ranks_without_any(pool: WorkerPool) -> None:
+    pool.run(values_of_rank_0, nprocs=3)

@@ -199,7 +199,7 @@ def _load(parallel: ParallelModule, path: Path, model: nn.Module | None) -> None
         except Exception as error:
             problems.append(f"reading failed on the way, after some of it was loaded ({type(error).__name__}: {error})")
         _raise_on_all_ranks(parallel, problems, f"{path} is not loaded")
-    parallel.unset -= known
+    parallel.unset.difference_update(known)
 
 
 def save_weights(
