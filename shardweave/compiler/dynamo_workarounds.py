@@ -54,13 +54,14 @@ def traceable(model: nn.Module) -> Iterator[None]:
     """
     # Dynamo lists torch's functions at their first use, and again when its caches were cleared: list the real ones.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    with (
+    contexts = (
         torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True),
         _builtins_known(),
         _as_compiled(),
         recurrent_layers(),
         _packed_sequences(),
         _ctc_losses(),
+        _bincounts(),
         _covariances(),
         _kl_divergences(),
         _batch_norms(),
@@ -76,7 +77,10 @@ def traceable(model: nn.Module) -> Iterator[None]:
         mock.patch.object(sys.modules["torch._higher_order_ops.cond"], "cond_op", _cond),
         # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
         mock.patch.object(nn.modules.module, "Buffer", type("_NoBuffer", (), {})),
-    ):
+    )
+    with contextlib.ExitStack() as stack:
+        for each in contexts:  # more than Python nests in one `with`
+            stack.enter_context(each)
         yield
 
 
@@ -342,6 +346,43 @@ def _traced_as(forms: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
             op._dispatch_cache.clear()
             stack.callback(op._dispatch_cache.clear)
             stack.enter_context(mock.patch.dict(op.py_kernels, dict.fromkeys(keys, form)))
+        yield
+
+
+@contextlib.contextmanager
+def _bincounts() -> Iterator[None]:
+    """While this runs, Dynamo traces ``torch.bincount(x, minlength=n)`` as n sums, and asserts that no value is larger.
+
+    Torch's own result has as many numbers as the largest value says, so that a ``tolist()`` of it has no known length.
+    """
+    variables: Any = torch._dynamo.variables
+
+    def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        if not minlength:
+            return x.bincount(weights)
+        torch._assert_async((x < minlength).all(), f"bincount: a value is not less than minlength={minlength}")
+        if weights is None:
+            weights = torch.ones_like(x, dtype=torch.long)
+        elif weights.dtype != torch.float32:
+            weights = weights.double()
+        return weights.new_zeros(minlength).index_add(0, x, weights)
+
+    class Form(variables.UserFunctionVariable):  # type: ignore[misc]
+        @classmethod
+        def create_with_source(cls, value: Any, source: Any) -> Any:
+            return variables.UserFunctionVariable(bincount)
+
+    def method_bincount(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        if any(each.is_python_constant() and isinstance(each.as_python_constant(), int) for each in given):
+            return variables.UserFunctionVariable(bincount).call_function(tx, [self, *args], kwargs)
+        return None  # as Dynamo does
+
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    with (
+        mock.patch.dict(rules, {torch.bincount: Form}),
+        mock.patch.object(variables.TensorVariable, "method_bincount", method_bincount, create=True),
+    ):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -205,6 +206,20 @@ def test_a_loop_warns_of_gradients_that_one_device_does_not_give(kind: str, warn
     told = [str(each.message) for each in caught if "gradients of zero" in str(each.message)]
     assert len(told) == warned
     assert not warned or f"{4 * EXPERTS} parameters" in told[0]
+
+
+def test_a_bincount_with_a_least_length_has_no_more_numbers() -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = x[:, 0].long(), x[:, 1].int()
+            weights = torch.bincount(first, x[:, 2], minlength=4) + second.bincount(minlength=4)
+            return (super().forward(x) * weights).mean()
+
+    model, x = Counts(8, 4), torch.arange(32.0).view(4, 8) % 4
+    parallel: Any = sw.compile_parallel(copy.deepcopy(model), sw.Cluster.local(1), x, progress=False)
+    torch.testing.assert_close(parallel(x), model(x).float())
+    with pytest.raises(AssertionError, match=r"bincount: a value is not less than minlength=4"):
+        parallel(x + 3)
 
 
 @pytest.mark.parametrize("function", [leaves, returns, appends])
