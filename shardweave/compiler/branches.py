@@ -10,6 +10,10 @@ Selections
 Numbers
     A branch on a number that depends on tensors, such as ``x.amax().item() > 9``, is one on a tensor.
 
+Rows
+    A side that computes with selected rows alone needs no selection: it does nothing where there are none
+    (`_Selection.take_rows`).
+
 Loops
     A loop over ``x.nonzero()`` is one over all places of x, where a branch skips those that are zero (`_all_places`).
 """
@@ -22,13 +26,15 @@ import itertools
 import linecache
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import networkx
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -163,6 +169,9 @@ CHANGED_PARAMETER = "a branch on a tensor changes a parameter that is trained"
 LOOP = "a loop over what is nonzero leaves early, changes objects, or assigns no tensors of the same shape"
 
 
+LISTED = "a list of selections, some of which have no rows and are not appended then, is used other than by torch.cat"
+
+
 class _NoSelectionError(Exception):
     """A branch does more than to assign tensors."""
 
@@ -176,7 +185,7 @@ _REFUSED = *_RAISES, "YIELD", "SEND", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME
 
 
 @contextlib.contextmanager
-def branches_selected() -> Iterator[None]:
+def branches_selected(model: nn.Module) -> Iterator[None]:
     """Let Dynamo trace both sides of a branch on a tensor, and select what they assign by `torch.where`.
 
     Of ``if not torch.isfinite(x).all(): x = torch.clamp(x, -1, 1)``, for one, Dynamo knows no graph. Each side may
@@ -191,7 +200,7 @@ def branches_selected() -> Iterator[None]:
     """
     selected: list[tuple[Tensor, int, str]] = []
     loops: dict[int, tuple[Any, list[Any]]] = {}
-    bodies: dict[int, list[set[fx.Node]]] = {}
+    skipped = _Skipped(model)
     inside: list[int] = []
     dynamo: Any = torch._dynamo
     errors: Any = torch._dynamo.exc
@@ -204,7 +213,12 @@ def branches_selected() -> Iterator[None]:
             return jump(self, instruction)
         condition, line = self.pop(), self.lineno
         try:
-            return _select(self, condition, starts, ends, jumps_if, selected, bool(inside))
+            skips = bool(inside) or _without_rows(condition.as_proxy().node) is not None
+            selection = _Selection(self, condition, jumps_if, selected, skips)
+            sides = selection(starts, ends)
+            if skips:
+                skipped.note(self, starts[0], sides, selection.made)
+            return None
         except (*refusals, RuntimeError) as error:
             self.current_instruction = instruction
             self.starts_line(line)
@@ -234,19 +248,18 @@ def branches_selected() -> Iterator[None]:
             step(self, instruction)
             if index >= len(are_hit):
                 return
-            item, known = self.pop(), {*self.output.graph.nodes}
+            item = self.pop()
             inside.append(head)
             try:
-                _select(self, are_hit[index], (head + 1, head), {head}, False, selected, True, item)
-                bodies.setdefault(id(places), []).append(_trained_in(self.output.graph, known))
+                selection = _Selection(self, are_hit[index], False, selected, True)
+                body, _ = selection((head + 1, head), {head}, item)
+                skipped.note(self, head, [body], selection.made)
             except refusals as error:
                 self.current_instruction = instruction
                 self.starts_line(line)
                 raise RuntimeError(LOOP) from error
             finally:
                 inside.pop()
-            if index == len(are_hit) - 1:
-                _warn_of_zeros(bodies.pop(id(places)), line)
 
         return iterate
 
@@ -260,27 +273,51 @@ def branches_selected() -> Iterator[None]:
         return string
 
     forms = {"GET_ITER": started, "FOR_ITER": continued, "FORMAT_VALUE": formatted, "FORMAT_SIMPLE": formatted}
-    with branches_traced(branch), _instructions_traced(forms):
+    with branches_traced(branch), _instructions_traced(forms), _lists_concatenated():
         yield
     for value, version, line in selected:
         if value._version != version:
             raise RuntimeError(f"what a branch on a tensor assigns is written in place later{line}")
+    skipped.warn()
 
 
-def _trained_in(graph: fx.Graph, known: set[fx.Node]) -> set[fx.Node]:
-    """The trained parameters that the nodes besides the `known` ones read."""
-    read = {arg for node in graph.nodes if node not in known for arg in node.all_input_nodes}
-    return {each for each in read if isinstance(each.meta.get("example_value"), torch.nn.Parameter) and _state(each)[1]}
+class _Skipped:
+    """The parameters that one side of a branch alone reads, or some bodies of a loop, which may be skipped."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.found, self.made = model, dict[Any, list[set[fx.Node]]](), set[fx.Node]()
+        self.names = dict[fx.Node, str]()
 
-def _warn_of_zeros(bodies: list[set[fx.Node]], line: int | None) -> None:
-    """Warn of parameters that the bodies of a loop, of which some will be skipped, do not all read."""
-    own = set[fx.Node]().union(*bodies) - set[fx.Node].intersection(*bodies)
-    if own and torch.is_grad_enabled():
+    def note(self, translator: Any, place: int, sides: Sequence[set[fx.Node]], made: set[fx.Node]) -> None:
+        """Note what the sides of the branch or loop at a place of the code read, and the nodes made for it."""
+        if not torch.is_grad_enabled():
+            return
+        own = set[fx.Node]().union(*sides) - (set[fx.Node].intersection(*sides) if len(sides) > 1 else set())
+        self.found.setdefault((translator, place), []).append(own)
+        self.made |= made
+        if new := own - self.names.keys():
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            inputs = translator.output.root_tracer.graph.find_nodes(op="placeholder")
+            known = {id(node.meta["example_value"]): node.meta.get("grapharg") for node in inputs}
+            for node in new:
+                given = known.get(id(node.meta["example_value"]))
+                self.names[node] = names.get(id(given.example), node.name) if given is not None else node.name
+
+    def warn(self) -> None:
+        read = set[fx.Node]()
+        for several in self.found.values():  # what all of them read is not skipped as a whole
+            read |= set[fx.Node]().union(*several)
+            read -= set[fx.Node].intersection(*several) if len(several) > 1 else set()
+        names = {self.names[node] for node in read if self.made.issuperset(node.users)}
+        if not names:
+            return
+        ordered = [name for name, _ in self.model.named_parameters() if name in names]
+        ordered += sorted(names.difference(ordered))
+        shown = ", ".join(ordered[:3]) + (", ..." if len(ordered) > 3 else "")
         warnings.warn(
-            f"a loop over what is nonzero, in line {line} of a forward, reads {len(own)} parameters for some places "
-            "alone, such as those of an expert. If a place is skipped, these get gradients of zero, where one device "
-            "gives none: weight decay and momentum go on for them",
+            f"the forward reads {len(ordered)} parameters ({shown}) only where something is selected for them, as for "
+            "an expert. Where nothing is, they get gradients of zero, where one device gives none: weight decay and "
+            "momentum go on for them",
             stacklevel=2,
         )
 
@@ -324,9 +361,10 @@ def _is_read(translator: Any, flow: networkx.DiGraph, name: str, start: int) -> 
         following = {*flow.successors(index)}
         if each.exn_tab_entry:
             following.add(translator.indexof[each.exn_tab_entry.target])
-        if each.argval == name and each.opname.startswith(("LOAD", "DELETE")):
+        is_name = each.argval == name and not each.opname.endswith(("_ATTR", "_METHOD", "_GLOBAL", "_CONST"))
+        if is_name and each.opname.startswith(("LOAD", "DELETE")):
             return True
-        if each.argval != name or not each.opname.startswith("STORE"):
+        if not is_name or not each.opname.startswith("STORE"):
             waiting += following - seen
             seen |= following
     return False
@@ -370,117 +408,279 @@ def _all_places(translator: Any, values: Any) -> tuple[Any, list[Any]] | None:
     return dynamo.variables.lists.ListIteratorVariable(items, mutation_type=new), are_hit
 
 
-def _select(
-    translator: Any, condition: Any, starts: tuple[int, int], ends: set[int], jumps_if: bool,
-    selected: list[tuple[Tensor, int, str]], in_loop: bool, item: Any = None,
-) -> None:  # fmt: skip
-    """Trace both sides of a branch, and go on behind them with the values that the condition selects.
+@dataclass(frozen=True)
+class _Write:
+    """An op that writes into tensors: their storages, and the tensors by which it indexes them."""
+
+    name: str
+    storages: set[StorageWeakRef]
+    indices: list[Tensor]
+
+
+@dataclass
+class _Effects:
+    """What a side of a branch writes, and the tensors that it appends to lists."""
+
+    writes: list[_Write] = field(default_factory=list)
+    appended: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass
+class _Side:
+    """What tracing one side of a branch gave."""
+
+    end: int
+    stack: list[Any]
+    variables: dict[str, Any]
+    nodes: list[fx.Node]
+    effects: _Effects
+
+    @property
+    def written(self) -> set[StorageWeakRef]:
+        return set[StorageWeakRef]().union(*(write.storages for write in self.effects.writes))
+
+    def parameters(self) -> set[fx.Node]:
+        """The trained parameters that it reads."""
+        read = {arg for node in self.nodes for arg in node.all_input_nodes}
+        values = {node: node.meta.get("example_value") for node in read}
+        return {node for node, value in values.items() if isinstance(value, nn.Parameter) and value.requires_grad}
+
+
+class _Selection:
+    """Traces both sides of a branch, and goes on behind them with the values that the condition selects.
 
     `selected` gets the tensors that must not be written from now on, with their versions and the source line. With
-    an `item`, the first side is the body of a loop that starts with it, and the other side does nothing. In such a
-    loop, parameters may have gradients of zero from what is skipped.
+    `skips`, parameters that one side alone reads may have gradients of zero from the other.
     """
-    dynamo: Any = torch._dynamo
-    output, graph = translator.output, translator.output.graph
 
-    def call(kind: str, target: Any, *args: Any) -> Any:
-        proxy = output.create_proxy(kind, target, args, {})
-        return dynamo.variables.builder.wrap_fx_proxy(translator, proxy)
+    def __init__(
+        self, translator: Any, condition: Any, jumps_if: bool, selected: list[tuple[Tensor, int, str]], skips: bool
+    ) -> None:
+        self.translator, self.output, self.graph = translator, translator.output, translator.output.graph
+        self.jumps_if, self.selected, self.skips = jumps_if, selected, skips
+        self.condition = condition.as_proxy().node
+        # The condition as one boolean
+        value = self.condition.meta["example_value"]
+        if value.numel() != 1:
+            raise _NoSelectionError
+        if value.dim():
+            condition = self.call("call_method", "reshape", condition.as_proxy(), ())
+        if value.dtype != torch.bool:
+            condition = self.call("call_method", "bool", condition.as_proxy())
+        self.chosen = self.selecting = condition.as_proxy()
+        self.made = set[fx.Node]()
 
-    def gated(proxy: fx.Proxy, if_true: bool, first: fx.Node) -> fx.Proxy:
-        """A copy of a value, made before the node `first`, that passes gradients on if the condition is `if_true`."""
-        pair = proxy, call("call_method", "detach", proxy).as_proxy()
-        gate: fx.Proxy = call("call_function", torch.where, chosen, *(pair if if_true else pair[::-1])).as_proxy()
-        first.prepend(pair[1].node)
-        first.prepend(gate.node)
-        return gate
+    def call(self, kind: str, target: Any, *args: Any) -> Any:
+        """A new node, as Dynamo's variable."""
+        dynamo: Any = torch._dynamo
+        proxy = self.output.create_proxy(kind, target, args, {})
+        return dynamo.variables.builder.wrap_fx_proxy(self.translator, proxy)
 
-    # 1. The condition as one boolean
-    value = condition.as_proxy().node.meta["example_value"]
-    if value.numel() != 1:
-        raise _NoSelectionError
-    if value.dim():
-        condition = call("call_method", "reshape", condition.as_proxy(), ())
-    if value.dtype != torch.bool:
-        condition = call("call_method", "bool", condition.as_proxy())
-    chosen = condition.as_proxy()
-    # 2. Trace both sides from the same state.
-    before = {node: _state(node) for node in graph.nodes if _is_tensor(node)}
-    stack, variables, blocks = [*translator.stack], dict(translator.symbolic_locals), [*translator.block_stack]
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled()
-    sides: list[tuple[list[Any], dict[str, Any], list[fx.Node]]] = []
-    written: list[set[StorageWeakRef]] = []
-    stops: list[int] = []
-    for start in starts:
-        translator.stack, translator.block_stack = [*stack], [*blocks]
-        translator.symbolic_locals.clear()
-        translator.symbolic_locals.update(variables)
-        translator.instruction_pointer, known = start, {*graph.nodes}
+    def __call__(self, starts: tuple[int, int], ends: set[int], item: Any = None) -> list[set[fx.Node]]:
+        """Returns the trained parameters that each side reads.
+
+        With an `item`, the first side is the body of a loop that starts with it, and the other one does nothing.
+        """
+        graph = self.graph
+        before = {node: _state(node) for node in graph.nodes if _is_tensor(node)}
+        self.returns = len(ends) > 1
+        self.sides = [self.traced(each, ends, item) for each in self.from_here(starts)]
+        self.inside = {node for side in self.sides for node in side.nodes}
+        self.made |= self.inside
+        parameters = [side.parameters() for side in self.sides]
+        self.refuse_acts()
+        old = [node for node in graph.nodes if node in before or node.op == "placeholder" and _is_tensor(node)]
+        if not self.take_rows(old, before):
+            self.select_written(old, before)
+            if any(_state(node) != before.get(node, _state(node)) for node in old):
+                raise _NoSelectionError
+            self.gate_inputs(old, self.sides)
+            lists = [[values for values, _ in side.effects.appended] for side in self.sides]
+            if len(lists[0]) != len(lists[1]) or any(one is not other for one, other in zip(*lists, strict=True)):
+                raise _NoSelectionError
+            pairs = zip(*([each for _, each in side.effects.appended] for side in self.sides), strict=True)
+            appended = [self.merged(*pair) for pair in pairs]
+            self.go_on(self.sides[-1], self.merged)
+            self.append(lists[0], appended)
+        return parameters
+
+    def from_here(self, starts: tuple[int, int]) -> Iterator[int]:
+        """The starts of both sides, each of which finds the same state."""
+        translator = self.translator
+        stack, variables, blocks = [*translator.stack], dict(translator.symbolic_locals), [*translator.block_stack]
+        for start in starts:
+            translator.stack, translator.block_stack = [*stack], [*blocks]
+            translator.symbolic_locals.clear()
+            translator.symbolic_locals.update(variables)
+            translator.instruction_pointer = start
+            yield start
+
+    def traced(self, start: int, ends: set[int], item: Any) -> _Side:
+        translator, known, height = self.translator, {*self.graph.nodes}, len(self.translator.stack)
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled()
         if item is not None and start not in ends:
             translator.push(item)
-        with _without_effects() as writes:
+        with _without_effects() as effects:
             while (end := translator.instruction_pointer) not in ends:
                 name = translator.instructions[end].opname
-                leaves = item is not None and (name in _RETURNS or len(translator.stack) < len(stack))
+                leaves = item is not None and (name in _RETURNS or len(translator.stack) < height)
                 if leaves or name.startswith(_REFUSED) or not translator.step():
                     raise _NoSelectionError
         if (torch.is_grad_enabled(), torch.is_autocast_enabled()) != modes:
             raise _NoSelectionError
         if (last := translator.instructions[end]).opname == "RETURN_CONST":
-            translator.push(dynamo.variables.ConstantVariable.create(last.argval))
-        new = [node for node in graph.nodes if node not in known and node.op != "placeholder"]
-        sides.append((translator.stack, dict(translator.symbolic_locals), new))
-        written.append(writes)
-        stops.append(end)
-    inside = {node for _, _, new in sides for node in new}
-    # 3. Refuse what acts beside the values.
-    for node in inside:
-        acts = node.target is torch._assert_async or isinstance(node.target, torch._ops.HigherOrderOperator)
-        is_number = isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-        users = [user for user in node.users if _is_tensor(user) and user.target is not torch.scalar_tensor]
-        if acts or is_number and users:  # a number may only be the condition of a branch inside
+            translator.push(_constant(last.argval))
+        new = [node for node in self.graph.nodes if node not in known and node.op != "placeholder"]
+        return _Side(end, translator.stack, dict(translator.symbolic_locals), new, effects)
+
+    def refuse_acts(self) -> None:
+        """Refuse what acts beside the values, and numbers that a side takes out of tensors for its ops.
+
+        Such a number may only be the condition of a branch inside. The size of a selection is a number of its own.
+        """
+        taken = {node for node in self.inside if node.target in ("item", "tolist")}
+        symbols = set[Any]().union(*(_symbols(node.meta.get("example_value")) for node in taken))
+        for node in self.inside:
+            acts = node.target is torch._assert_async or isinstance(node.target, torch._ops.HigherOrderOperator)
+            users = [user for user in node.users if _is_tensor(user) and user.target is not torch.scalar_tensor]
+            if acts or users and not _is_tensor(node) and symbols & _symbols(node.meta.get("example_value")):
+                raise _NoSelectionError
+
+    def take_rows(self, old: list[fx.Node], before: Mapping[fx.Node, tuple[int, bool]]) -> bool:
+        """Go on with the side that a selection with rows takes, if it does nothing where there are none.
+
+        It then computes with these rows alone, and writes them where they were. Nothing needs to be selected.
+        """
+        if (none := _without_rows(self.condition)) is None:
+            return False
+        side, other = self.sides[:: 1 if none.is_true == self.jumps_if else -1]
+        # 1. What it computes with these rows has no elements, or is as it was. A gradient of zero of anything else is
+        # not a number where a derivative is infinite.
+        storages = {storage for node in old for storage in _storages(node.meta["example_value"])}
+        same, empty = dict[fx.Node, fx.Node](), {node for node in old if none.has_none(node)}
+        is_gated = False
+        for node in side.nodes:
+            none.note_rows(node)
+            value = node.meta.get("example_value")
+            leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            if leaves and all(map(none.has_none, leaves)):
+                empty.add(node)
+            elif leaves and not empty.isdisjoint(node.all_input_nodes):
+                base = node.args[0]
+                if not isinstance(base, fx.Node) or base in empty or _name(node).strip("_") not in _BY_INDEX:
+                    return False
+                same[node] = same.get(base, base)
+            elif any(leaf.requires_grad for leaf in leaves) and not _storages(leaves) <= storages:
+                is_gated = True
+        # 2. It writes by these rows alone.
+        masks = [mask.meta["example_value"] for mask in none.masks]
+        for write in side.effects.writes:
+            by_rows = any(none.has_none(index) or any(index is mask for mask in masks) for index in write.indices)
+            if write.storages & storages and not (by_rows and write.name in _WRITES_BY_INDEX):
+                return False
+        unknown = [node for node in old if not _storages(node.meta["example_value"]) & side.written]
+        if other.written & storages or any(_state(node) != before.get(node, _state(node)) for node in unknown):
+            return False
+        # 3. It leaves the same values to the rest.
+
+        def taken(one: Any, another: Any) -> Any:
+            one, another = (each.realize() for each in ((one, another) if side is self.sides[0] else (another, one)))
+            numbers = [none.number(_integer(each)) for each in (one, another)]
+            if one is another or numbers[0] is not None and numbers[0] == numbers[1]:
+                return one
+            if _is_variable(one, "TensorVariable") and isinstance(another, type(one)):
+                nodes = one.as_proxy().node, another.as_proxy().node
+                shapes = [node.meta["example_value"].shape[1:] for node in nodes]
+                is_empty = all(map(none.has_none, nodes)) and shapes[0] == shapes[1]
+                if is_empty or same.get(nodes[0], nodes[0]) is nodes[1]:
+                    return one
             raise _NoSelectionError
-    old = [node for node in graph.nodes if node in before or node.op == "placeholder" and _is_tensor(node)]
-    # 4. Let each side write into a copy of a tensor that was there before, and write the selected one into it.
-    storages = {node: next(iter(_storages(node.meta["example_value"]))) for node in (*old, chosen.node)}
-    every = written[0] | written[1]
-    selecting = call("call_method", "clone", chosen).as_proxy() if storages[chosen.node] in every else chosen
-    for storage in (each for each in dict.fromkeys(storages.values()) if each in every):
-        names = [node for node in old if storages[node] == storage]
-        used = [node for node in graph.nodes if node not in inside and not inside.isdisjoint(node.users)]
-        used = [node for node in used if storage in _storages(node.meta.get("example_value"))]
-        if any(node.op == "placeholder" and before.get(node, _state(node))[1] for node in used):
-            raise RuntimeError(CHANGED_PARAMETER)
-        is_one = len({id(node.meta["example_value"]) for node in used}) == 1 and used[0] in names
-        if not is_one or not in_loop and any(_state(node)[1] for node in names):
-            raise _NoSelectionError  # there are several views, or it takes part in gradients
-        place = used[0]
-        proxy, copies = fx.Proxy(place, output.current_tracer), list[fx.Proxy]()
-        for (_, _, new), writes, is_target in zip(sides, written, (False, True), strict=True):
-            copies.append(proxy)
-            if storage in writes:
-                if before.get(place, (0, False))[1]:
-                    copies[-1] = gated(proxy, is_target == jumps_if, new[0])
-                else:
-                    copies[-1] = call("call_method", "clone", proxy).as_proxy()
-                    new[0].prepend(copies[-1].node)
-                for user, name in itertools.product(new, used):
-                    user.replace_input_with(name, copies[-1].node)
-        value = call("call_function", torch.where, selecting, *(copies[::-1] if jumps_if else copies))
-        call("call_method", "copy_", proxy, value.as_proxy())
-        before.update((node, _state(node)) for node in names)
-    if any(_state(node) != before.get(node, _state(node)) for node in old):
-        raise _NoSelectionError
-    # 5. Let gradients enter the side that is taken only.
-    for (_, _, new), is_target in zip(sides, (False, True), strict=True):
-        for node in dict.fromkeys(arg for user in new for arg in user.all_input_nodes if arg in old):
-            if node.meta["example_value"].requires_grad:
-                proxy = fx.Proxy(node, output.current_tracer)
-                gate = gated(proxy, is_target == jumps_if, new[0]).node
-                for user in new:
-                    user.replace_input_with(node, gate)
-    # 6. Select each variable that is needed later, and what is left on the stack.
-    def merged(one: Any, other: Any) -> Any:
+
+        one, another = (each.effects.appended for each in (side, other))
+        if not all(none.has_none(each.as_proxy().node) for _, each in one):
+            return False
+        is_alike = len(one) == len(another)
+        if another and not is_alike:
+            return False
+        try:
+            if is_alike and any(pair[0][0] is not pair[1][0] for pair in zip(one, another, strict=True)):
+                return False
+            self.go_on(side, taken)
+        except _NoSelectionError:
+            return False
+        if is_gated:
+            self.gate_inputs(old, [side])
+        self.append([values for values, _ in one], [each for _, each in one])
+        for values, _ in one if not is_alike else ():
+            _let_be_concatenated(values)
+        return True
+
+    def append(self, lists: list[Any], values: list[Any]) -> None:
+        for each, value in zip(lists, values, strict=True):
+            each.call_method(self.translator, "append", [value], {})
+
+    def gated(self, proxy: fx.Proxy, if_true: bool, first: fx.Node) -> fx.Proxy:
+        """A copy of a value, made before the node `first`, that passes gradients on if the condition is `if_true`."""
+        pair = proxy, self.call("call_method", "detach", proxy).as_proxy()
+        arguments = pair if if_true else pair[::-1]
+        gate: fx.Proxy = self.call("call_function", torch.where, self.chosen, *arguments).as_proxy()
+        for node in (pair[1].node, gate.node):
+            first.prepend(node)
+            self.made.add(node)
+        return gate
+
+    def select_written(self, old: list[fx.Node], before: dict[fx.Node, tuple[int, bool]]) -> None:
+        """Let each side write into a copy of a tensor that was there before, and write the selected one into it."""
+        graph, inside = self.graph, self.inside
+        storages = {node: next(iter(_storages(node.meta["example_value"]))) for node in (*old, self.chosen.node)}
+        every = self.sides[0].written | self.sides[1].written
+        if storages[self.chosen.node] in every:
+            self.selecting = self.call("call_method", "clone", self.chosen).as_proxy()
+        for storage in (each for each in dict.fromkeys(storages.values()) if each in every):
+            names = [node for node in old if storages[node] == storage]
+            used = [node for node in graph.nodes if node not in inside and not inside.isdisjoint(node.users)]
+            used = [node for node in used if storage in _storages(node.meta.get("example_value"))]
+            if any(node.op == "placeholder" and before.get(node, _state(node))[1] for node in used):
+                raise RuntimeError(CHANGED_PARAMETER)
+            is_one = len({id(node.meta["example_value"]) for node in used}) == 1 and used[0] in names
+            if not is_one or not self.skips and any(_state(node)[1] for node in names):
+                raise _NoSelectionError  # there are several views, or it takes part in gradients
+            place = used[0]
+            proxy, copies = fx.Proxy(place, self.output.current_tracer), list[fx.Proxy]()
+            for side, is_target in zip(self.sides, (False, True), strict=True):
+                copies.append(proxy)
+                if storage in side.written:
+                    first = side.nodes[0]
+                    if before.get(place, (0, False))[1]:
+                        copies[-1] = self.gated(proxy, is_target == self.jumps_if, first)
+                    else:
+                        copies[-1] = self.call("call_method", "clone", proxy).as_proxy()
+                        first.prepend(copies[-1].node)
+                    for user, name in itertools.product(side.nodes, used):
+                        user.replace_input_with(name, copies[-1].node)
+            value = self.where(*copies)
+            self.call("call_method", "copy_", proxy, value.as_proxy())
+            before.update((node, _state(node)) for node in names)
+
+    def gate_inputs(self, old: list[fx.Node], sides: Sequence[_Side]) -> None:
+        """Let gradients enter these sides only where they are taken."""
+        known = {*old}
+        for side in sides:
+            is_target = side is self.sides[1]
+            for node in dict.fromkeys(arg for user in side.nodes for arg in user.all_input_nodes if arg in known):
+                if node.meta["example_value"].requires_grad:
+                    proxy = fx.Proxy(node, self.output.current_tracer)
+                    gate = self.gated(proxy, is_target == self.jumps_if, side.nodes[0]).node
+                    for user in side.nodes:
+                        user.replace_input_with(node, gate)
+
+    def where(self, one: fx.Proxy, other: fx.Proxy) -> Any:
+        """What the condition selects of the values of the first side and the other."""
+        pair = (other, one) if self.jumps_if else (one, other)
+        return self.call("call_function", torch.where, self.selecting, *pair)
+
+    def merged(self, one: Any, other: Any) -> Any:
+        """A variable that both sides give."""
         one, other = one.realize(), other.realize()
         if one is other:
             return other
@@ -488,50 +688,193 @@ def _select(
             same = one.as_python_constant(), other.as_python_constant()
             if type(same[0]) is type(same[1]) and same[0] == same[1]:
                 return other
-        containers = dynamo.variables.TupleVariable, *[dynamo.variables.ConstDictVariable] * (len(ends) > 1)
-        if type(one) is type(other) and isinstance(one, containers) and len(one.items) == len(other.items):
+        kinds = "TupleVariable", *["ConstDictVariable"] * self.returns  # nothing else is left of what sides return
+        if type(one) is type(other) and _is_variable(one, *kinds) and len(one.items) == len(other.items):
             if isinstance(one.items, list):
-                return one.clone(items=[*map(merged, one.items, other.items)])
-            if [*one.items] == [*other.items]:  # of what both sides return, nothing else is left
-                return one.clone(items={key: merged(value, other.items[key]) for key, value in one.items.items()})
-        if not (isinstance(one, dynamo.variables.TensorVariable) and isinstance(other, type(one))):
+                return one.clone(items=[*map(self.merged, one.items, other.items)])
+            if [*one.items] == [*other.items]:
+                return one.clone(items={key: self.merged(value, other.items[key]) for key, value in one.items.items()})
+        one, other = self.as_tensor(one, other), self.as_tensor(other, one)
+        if not (_is_variable(one, "TensorVariable") and isinstance(other, type(one))):
             raise _NoSelectionError
-        inputs = output.current_tracer.maybe_lift_tracked_freevar_to_input  # of the part that is a checkpoint's
+        inputs = self.output.current_tracer.maybe_lift_tracked_freevar_to_input  # of the part that is a checkpoint's
         proxies = inputs(one.as_proxy()), inputs(other.as_proxy())
         nodes = [proxy.node for proxy in proxies]
         values = [node.meta["example_value"] for node in nodes]
-        kinds = {(value.shape, value.dtype, value.device) for value in values}
         trained = [_trained(node) if node.meta["example_value"].requires_grad else None for node in nodes]
-        if len(kinds) != 1 or not in_loop and trained[0] != trained[1]:
+        is_alike = values[0].dtype == values[1].dtype and values[0].device == values[1].device
+        if not is_alike or [*values[0].shape] != [*values[1].shape] or not self.skips and trained[0] != trained[1]:
             raise _NoSelectionError
-        pair = proxies[::-1] if jumps_if else proxies
-        result = call("call_function", torch.where, selecting, *pair)
-        place = translator.frame_summary()
+        result = self.where(*proxies)
+        place = self.translator.frame_summary()
         line = f'\n  File "{place.filename}", line {place.lineno}, in {place.name}\n    {place.line}'
         values.append(result.as_proxy().node.meta["example_value"])
-        selected.extend((value, value._version, line) for value in values)
+        self.selected.extend((value, value._version, line) for value in values)
         return result
 
-    (one_stack, ones, _), (other_stack, others, _) = sides
-    if len(one_stack) != len(other_stack):
-        raise _NoSelectionError
-    pairs = list(zip(one_stack, other_stack, strict=True))
-    translator.stack = [merged(one, other) for one, other in pairs]
-    if of_values := [stop for stop in stops if translator.instructions[stop].opname == "RETURN_VALUE"]:
-        translator.instruction_pointer = of_values[0]
-    elif last.opname == "RETURN_CONST":
-        translator.pop()
-    flow = _flow(translator)
-    for name in ones | others:
-        one, other = ones.get(name), others.get(name)
-        if one is other:
-            continue
-        if not _is_read(translator, flow, name, end):
-            translator.symbolic_locals.pop(name, None)
-        elif one is None or other is None:
+    def as_tensor(self, variable: Any, like: Any) -> Any:
+        """A Python number, such as the 0.0 that a loss begins with, as a tensor where the other side has one."""
+        value = like.as_proxy().node.meta["example_value"] if _is_variable(like, "TensorVariable") else None
+        known = variable.as_python_constant() if variable.is_python_constant() else None
+        if value is None or type(known) not in (int, float) or value.dim() or not value.is_floating_point():
+            return variable
+        return self.call("call_function", torch.full_like, like.as_proxy(), known)
+
+    def go_on(self, side: _Side, merged: Callable[[Any, Any], Any]) -> None:
+        """Go on where `side` ends, with what `merged` makes of each variable that is needed later, and of the stack."""
+        one, other = self.sides
+        translator, flow = self.translator, _flow(self.translator)
+        if len(one.stack) != len(other.stack):
             raise _NoSelectionError
-        else:
-            translator.symbolic_locals[name] = merged(one, other)
+        stack = [merged(*pair) for pair in zip(one.stack, other.stack, strict=True)]
+        variables = dict[str, Any]()
+        for name in one.variables | other.variables:
+            pair = one.variables.get(name), other.variables.get(name)
+            if pair[0] is pair[1]:
+                variables[name] = pair[0]
+            elif _is_read(translator, flow, name, side.end):
+                if None in pair:
+                    raise _NoSelectionError
+                variables[name] = merged(*pair)
+        returns = [each.end for each in self.sides if translator.instructions[each.end].opname == "RETURN_VALUE"]
+        if translator.instructions[side.end].opname == "RETURN_CONST" and not returns:
+            stack.pop()
+        translator.instruction_pointer, translator.stack = (returns or [side.end])[0], stack
+        translator.symbolic_locals.clear()
+        translator.symbolic_locals.update(variables)
+
+
+_BY_INDEX = "index_add", "index_put", "index_copy", "scatter_add", "scatter_reduce", "index_reduce"
+_WRITES_BY_INDEX = {f"aten::{name}_" for name in _BY_INDEX}
+
+
+@dataclass
+class _NoRows:
+    """What is known where a selection has no rows: symbols of numbers, masks without a true element; the condition."""
+
+    numbers: dict[Any, Any]
+    masks: list[fx.Node]
+    is_true: bool
+
+    def has_none(self, value: Any) -> bool:
+        """Whether a tensor has no elements."""
+        value = value.meta.get("example_value") if isinstance(value, fx.Node) else value
+        return isinstance(value, Tensor) and any(self.number(size) == 0 for size in value.shape)
+
+    def number(self, value: Any) -> Any:
+        """An integer, in the symbols that are left."""
+        value = value.meta.get("example_value") if isinstance(value, fx.Node) else value
+        return value.node.expr.subs(self.numbers) if isinstance(value, torch.SymInt) else value
+
+    def note_rows(self, node: fx.Node) -> None:
+        """Note the number of rows that are selected by a mask without true elements, or between equal bounds."""
+        index = node.args[1] if _name(node) == "getitem" else node.args if _name(node) in _SELECTIONS else ()
+        for each in index if isinstance(index, tuple) else (index,):
+            is_empty = isinstance(each, slice) and self.number(each.start or 0) == self.number(each.stop)
+            if is_empty or isinstance(each, fx.Node) and each in self.masks:
+                known = set[Any]().union(*(_symbols(arg.meta.get("example_value")) for arg in node.all_input_nodes))
+                self.numbers |= dict.fromkeys(_symbols(node.meta.get("example_value")) - known, 0)
+
+
+_SELECTIONS = "nonzero", "argwhere", "where", "masked_select"
+_NOT = "logical_not", "invert", "__invert__", "not_", "sym_not"
+_SAME_CONDITION = "scalar_tensor", "sym_ite", "item", "bool", "reshape", *_NOT
+_COMPARISONS = "eq", "ne", "gt", "ge", "lt", "le"
+_COUNTS = "any", "sum", "count_nonzero", "size", "numel", "bincount", "index_add", "histc"
+_SAME_COUNT = "getitem", "select", "item", "cumsum", "to", "long", "int", "view", "reshape", "flatten", "add", "sub"
+
+
+def _without_rows(condition: fx.Node) -> _NoRows | None:
+    """What is known where a selection has no rows, of whose number a condition asks whether it is zero; else None.
+
+    That is ``mask.any()``, or a count that is compared with zero, or with another one by ``==`` or ``!=``, as bounds
+    are.
+    """
+    # 1. What is the condition of?
+    steps, node = list[fx.Node](), condition
+    while _name(node) in (*_SAME_CONDITION, *_COMPARISONS) and node.all_input_nodes:
+        if _name(node) == "item" and "example_value" not in node.all_input_nodes[0].meta:  # of a tolist()
+            break
+        steps.append(node)
+        node = node.all_input_nodes[0]
+    value, counted = node.meta.get("example_value"), node
+    while _name(counted) in _SAME_COUNT and counted.all_input_nodes:
+        counted = counted.all_input_nodes[0]
+    is_number = isinstance(value, torch.SymInt)
+    if isinstance(value, Tensor):
+        is_number = not value.is_floating_point() and (value.dtype != torch.bool or _name(node) == "any")
+    if not is_number or _name(counted) not in _COUNTS:
+        return None
+
+    # 2. Is it another one as soon as there is a row?
+    def found(count: int) -> bool:
+        number: Any = count
+        for step in reversed(steps):
+            if _name(step) in _COMPARISONS:
+                values = (number, 0) if step is equality else (number if arg in inside else arg for arg in step.args)
+                number = getattr(operator, _name(step))(*values)
+            elif _name(step) in _NOT:
+                number = not number
+        return bool(number)
+
+    inside, numbers = {*steps, node}, dict[Any, Any]()
+    equality = next((step for step in steps if len(step.all_input_nodes) == 2), None)
+    if equality is not None:
+        given = [arg.meta.get("example_value") for arg in equality.all_input_nodes]
+        bounds = [each.node.expr for each in given if isinstance(each, torch.SymInt)]
+        if _name(equality) not in ("eq", "ne") or len(bounds) < 2:
+            return None
+        one, other = bounds
+        numbers = {other: one} if other.is_Symbol else {one: other} if one.is_Symbol else {}
+    if found(0) in map(found, (1, 2, 1000)):
+        return None
+    # 3. What does it say of symbols and masks? A number below zero is none of rows.
+    items = [node, *(step for step in steps if _name(step) == "item")]
+    sizes = [each.meta.get("example_value") for each in items] if equality is None else []
+    for size in (each for each in sizes if isinstance(each, torch.SymInt)):
+        symbols = size.node.expr.free_symbols
+        values = [size.node.expr.subs(dict.fromkeys(symbols, count)) for count in (0, 1, 2, 3, 1000)]
+        is_size = statically_known_true(size >= 0) or found(-1) != found(0)
+        if is_size and len(symbols) == 1 and values[0] == 0 and 0 not in values[1:]:
+            numbers |= dict.fromkeys(symbols, 0)
+    masks = list[fx.Node]()
+    if node is counted and len(node.args) == 1 and not node.kwargs:
+        mask = node.args[0]
+        if isinstance(mask, fx.Node) and getattr(mask.meta.get("example_value"), "dtype", None) == torch.bool:
+            masks.append(mask)
+    return _NoRows(numbers, masks, found(0))
+
+
+def _integer(variable: Any) -> Any:
+    """An integer of a forward, symbolic or not; None of what is no integer."""
+    if _is_variable(variable, "SymNodeVariable"):
+        return variable.sym_num if isinstance(variable.sym_num, torch.SymInt) else None
+    known = variable.as_python_constant() if variable.is_python_constant() else None
+    return known if type(known) is int else None
+
+
+def _is_variable(variable: Any, *kinds: str) -> bool:
+    """Whether this is Dynamo's variable of a kind."""
+    dynamo: Any = torch._dynamo
+    return isinstance(variable, tuple(getattr(dynamo.variables, kind) for kind in kinds))
+
+
+def _constant(value: Any) -> Any:
+    dynamo: Any = torch._dynamo
+    return dynamo.variables.ConstantVariable.create(value)
+
+
+def _name(node: fx.Node) -> str:
+    """The name of the function or method that a node calls; none of an input."""
+    return "" if node.op == "placeholder" else str(getattr(node.target, "__name__", node.target))
+
+
+def _symbols(value: Any) -> set[Any]:
+    """The symbols in a number, or in the sizes of tensors, that depend on values."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return set().union(*(free_unbacked_symbols(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, kinds)))
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -567,25 +910,30 @@ def _trained(node: fx.Node) -> set[fx.Node]:
 
 
 @contextlib.contextmanager
-def _without_effects() -> Iterator[set[StorageWeakRef]]:
+def _without_effects() -> Iterator[_Effects]:
     """While this runs, Dynamo refuses to change objects that were there before, other than tensors.
 
-    Yields the storages that are written.
+    Yields what is written into these, and what is appended to lists, of which it is taken away at the end.
     """
     from torch._dynamo.current_scope_id import enter_new_scope
     from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.variables import ConstantVariable, ConstDictVariable, TensorVariable
+    from torch._dynamo.variables import ConstantVariable, ConstDictVariable, ListVariable, TensorVariable
+    from torch._dynamo.variables.base import is_side_effect_safe
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     dispatch: Callable[..., Any] = FakeTensorMode.dispatch
     set_item: Callable[..., Any] = ConstDictVariable.call_method
-    written: set[StorageWeakRef] = set()
+    of_list: Callable[..., Any] = ListVariable.call_method
+    effects = _Effects()
 
     def noted(self: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for index, described in enumerate(op._schema.arguments if hasattr(op, "_schema") else ()):
-            if described.alias_info is not None and described.alias_info.is_write:
-                given = args[index] if index < len(args) else (kwargs or {}).get(described.name)
-                written.update(_storages(given))
+        described = op._schema.arguments if hasattr(op, "_schema") else ()
+        given = dict(zip((each.name for each in described), args, strict=False)) | (kwargs or {})
+        into = [given.get(each.name) for each in described if each.alias_info is not None and each.alias_info.is_write]
+        if into:
+            indices = pytree.tree_leaves([given.get("index"), given.get("indices")])
+            indices = [each for each in indices if isinstance(each, Tensor)]
+            effects.writes.append(_Write(op._schema.name, _storages(into), indices))
         return dispatch(self, op, types, args, kwargs)
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -596,10 +944,72 @@ def _without_effects() -> Iterator[set[StorageWeakRef]]:
                 return ConstantVariable.create(None)
         return set_item(self, tx, name, args, kwargs)
 
-    with (
-        enter_new_scope(),
-        mock.patch.object(SideEffects, "snapshot_attr_mutation", lambda *_: False, create=True),
-        mock.patch.object(FakeTensorMode, "dispatch", noted),
-        mock.patch.object(ConstDictVariable, "call_method", call_method),
-    ):
-        yield written
+    def append(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        is_older = self.is_mutable() and not is_side_effect_safe(self.mutation_type)
+        if name != "append" or not is_older or not isinstance(args[0].realize(), TensorVariable):
+            return of_list(self, tx, name, args, kwargs)
+        effects.appended.append((self, args[0].realize()))
+        vars(self)["items"].append(args[0].realize())
+        return ConstantVariable.create(None)
+
+    try:
+        with (
+            enter_new_scope(),
+            mock.patch.object(SideEffects, "snapshot_attr_mutation", lambda *_: False, create=True),
+            mock.patch.object(FakeTensorMode, "dispatch", noted),
+            mock.patch.object(ConstDictVariable, "call_method", call_method),
+            mock.patch.object(ListVariable, "call_method", append),
+        ):
+            yield effects
+    finally:
+        for values, _ in effects.appended:
+            vars(values)["items"].pop()
+
+
+def _let_be_concatenated(values: Any) -> None:
+    """Let a list that has tensors without rows, which one device does not append, be used by `torch.cat` alone."""
+    kind = type(values)
+    if kind.__name__ == _CONCATENATED:
+        return
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError(LISTED)
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name != "append":
+            return refuse()
+        own = type(self)
+        self.__class__ = kind
+        try:
+            return self.call_method(tx, name, args, kwargs)
+        finally:
+            self.__class__ = own
+
+    def as_python_constant(self: Any) -> Any:
+        raise NotImplementedError
+
+    members: dict[str, Any] = {"items": property(refuse), "call_method": call_method, "__repr__": object.__repr__}
+    values.__class__ = type(_CONCATENATED, (kind,), members | {"as_python_constant": as_python_constant})
+
+
+_CONCATENATED = "_Concatenated"
+
+
+@contextlib.contextmanager
+def _lists_concatenated() -> Iterator[None]:
+    """While this runs, `torch.cat` takes the lists of `_let_be_concatenated`."""
+    dynamo: Any = torch._dynamo
+    kind = dynamo.variables.TorchInGraphFunctionVariable
+    call = kind.call_function
+
+    def plain(value: Any) -> Any:
+        is_one = type(value.realize()).__name__ == _CONCATENATED
+        return dynamo.variables.ListVariable([*vars(value.realize())["items"]]) if is_one else value
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value in (torch.cat, torch.concat, torch.concatenate):
+            args, kwargs = [*map(plain, args)], {name: plain(value) for name, value in kwargs.items()}
+        return call(self, tx, args, kwargs)
+
+    with mock.patch.object(kind, "call_function", call_function):
+        yield

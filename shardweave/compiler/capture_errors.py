@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardweave.compiler.branches import CHANGED_PARAMETER, LOOP
+from shardweave.compiler.branches import CHANGED_PARAMETER, LISTED, LOOP
 from shardweave.compiler.constants import INDEXED
 from shardweave.compiler.dynamo_workarounds import HINTS
 from shardweave.ir import CaptureError, InternalError, ParallelError
@@ -97,6 +97,14 @@ _WAY_OUT = (
 PARAMETER_WAY_OUT = (
     "Compute with a changed copy of it, or change it between steps, under torch.no_grad(). If the first call "
     "initialises it, call the model once before it is compiled, with the same batch on all ranks."
+)
+_LOOP_WAY_OUT = (
+    "Loop over all places, such as all experts, select the rows of each (rows = torch.where(mask[index])[0]), and go "
+    "on where there are none (if rows.numel() == 0: continue). Such a body may append its rows to lists for torch.cat."
+)
+_LIST_WAY_OUT = (
+    "Concatenate the list (torch.cat(values), also where it is empty) and compute with that, or sum up in a tensor, "
+    "such as a count, in the loop."
 )
 _ARRAY_WAY_OUT = (
     "Make the array a list of Python numbers, or a tensor, where the model is built: array.tolist(), "
@@ -271,7 +279,9 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
     if "outside the scope of this HOP" in text:
         return "a hook on a gradient, or another function that is traced by itself, changes a variable", _KEPT_WAY_OUT
     if LOOP in text:
-        return LOOP, _WAY_OUT
+        return LOOP, _LOOP_WAY_OUT
+    if LISTED in text:
+        return LISTED, _LIST_WAY_OUT
     if "data-dependent expression" in text or "nbacked symbol" in text:
         return "a number depends on the values of tensors", _WAY_OUT
     explanation = re.search(r"Explanation: (.+)", text)

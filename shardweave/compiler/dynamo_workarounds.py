@@ -66,7 +66,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _kl_divergences(),
         _batch_norms(),
         _without_checks(),
-        branches_selected(),
+        branches_selected(model),
         raises_as_asserts(),
         _output_hooks(model),
         _no_input_gradients(model),

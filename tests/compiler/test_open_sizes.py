@@ -21,6 +21,8 @@ from tests.models import Case
 from tests.runtime.loop import DTYPE, same_in_both_worlds, whole
 
 EXPERTS = 4
+SKIPPING = ("skips", "any_of", "counted")
+"""Ways to leave experts out that get no rows"""
 
 
 class Selects(nn.Module):
@@ -30,7 +32,8 @@ class Selects(nn.Module):
         super().__init__()
         self.kind = kind
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        if kind in ("mixture", "hits"):
+        if kind in ("mixture", "hits", *SKIPPING):
+            self.rows = nn.Buffer(torch.zeros(EXPERTS))
             self.gate = nn.Linear(8, EXPERTS)
             self.experts = nn.ModuleList(
                 nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(EXPERTS)
@@ -62,8 +65,75 @@ class Selects(nn.Module):
             if rows.numel() == 0:
                 continue
             result.index_add_(0, rows, self.experts[int(index)](hidden[rows]) * weights[rows, top, None])
-        unused = sum(p.sum() * 0 for p in self.experts.parameters())  # on one device, skipped ones get no gradient
-        return (hidden + result).pow(2).mean() + unused
+        return (hidden + result).pow(2).mean() + self.unused()
+
+    def skips(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Experts that no row is sent to are left out: by the size of what is selected."""
+        mask, result, lists = F.one_hot(labels // 2, EXPERTS), torch.zeros_like(hidden), ([], [])
+        for index, expert in enumerate(self.experts):
+            rows = torch.where(mask[:, index])[0]
+            if rows.numel() == 0:
+                continue
+            values = expert(hidden[rows])
+            result.index_add_(0, rows, values)
+            lists[0].append(rows)
+            lists[1].append(values.sin())
+        for index, expert in enumerate(self.experts):
+            rows = (labels % EXPERTS == index).nonzero().squeeze(1)[:5]
+            result = result.index_add(0, rows, self.of_rows(expert, hidden, rows))
+        listed = torch.zeros_like(hidden).index_copy(0, torch.cat(lists[0]), torch.cat(lists[1], dim=0))
+        return (hidden + result * listed).pow(2).mean() + self.unused()
+
+    def of_rows(self, expert: nn.Module, hidden: Tensor, rows: Tensor) -> Tensor:
+        if len(rows) > 0:
+            result: Tensor = expert(hidden[rows]) * hidden.mul(2)[rows].sigmoid()
+            return result
+        return hidden.new_zeros(0, 8)
+
+    def unused(self) -> Tensor:
+        """On one device, parameters that are skipped get no gradient but for this."""
+        return torch.stack([p.sum() for p in self.experts.parameters()]).sum() * 0
+
+    def any_of(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """By whether a mask has a true element, where a loss begins with a number and has means over the rows."""
+        result, scores, extra = torch.zeros_like(hidden), self.gate(hidden).sigmoid(), 0.0
+        for index, expert in enumerate(self.experts):
+            mask = labels // 2 == index
+            if mask.any():
+                result[mask] += expert(hidden[mask]) * scores[mask, index, None]
+            both = torch.stack([mask, labels % EXPERTS == index], 1)
+            if not both.any():
+                continue
+            chosen = both.any(-1)
+            result[chosen] = result[chosen] + expert(hidden[chosen]).sin()
+            extra = extra + result[mask].mean() if mask.sum().item() > 0 else extra
+        return (hidden + result).pow(2).mean() + extra + self.unused()
+
+    def counted(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """By counts of rows that are sorted, as DeepSeek's mixtures do."""
+        chosen, outputs, start, result = labels // 2, [], 0, torch.zeros_like(hidden)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=EXPERTS)
+        ends = chosen.bincount(minlength=EXPERTS).cumsum(0).tolist()
+        for index, count in enumerate(counts.tolist()):
+            end = start + count
+            if count == 0:
+                continue
+            outputs.append(self.experts[index](hidden[order][start:end]))
+            start = end
+        for index, end in enumerate(ends):
+            start = 0 if index == 0 else ends[index - 1]
+            if start == end:
+                continue
+            rows = order[start:end]
+            result.index_add_(0, rows, self.experts[index](hidden[rows]).sin())
+        for index, count in enumerate(counts.tolist()):
+            if count:
+                rows = torch.where(chosen == index)[0]
+                self.rows[index] += count
+                result[rows] *= self.experts[index](hidden[rows])
+        sorted_back = torch.empty_like(hidden).index_copy(0, order, torch.cat(outputs))
+        return (hidden + result * sorted_back).pow(2).mean() + self.unused() + self.rows.sum()
 
     def classes(self, hidden: Tensor, labels: Tensor) -> Tensor:
         loss, scales = hidden.new_zeros(()), {f"{index}": index + 1 for index in range(8)}
@@ -129,7 +199,7 @@ class Selects(nn.Module):
 
 KINDS = (
     "kept", "kept_rows", "centred", "written", "filled", "placed", "masked", "loops", "cut", "scaled", "repeated",
-    "shared", "distinct", "mixture", "hits", "classes",
+    "shared", "distinct", "mixture", "hits", "classes", *SKIPPING,
 )  # fmt: skip
 
 
@@ -198,14 +268,129 @@ class Calls(nn.Module):
         return self.function(x)
 
 
-@pytest.mark.parametrize(("kind", "warned"), [("hits", True), ("classes", False)])
-def test_a_loop_warns_of_gradients_that_one_device_does_not_give(kind: str, warned: bool) -> None:
+class Unused(Selects):
+    """Its experts may get no gradients on one device."""
+
+    def unused(self) -> Any:
+        return 0
+
+
+@pytest.mark.parametrize("kind", [*SKIPPING, "hits", "classes"])
+def test_gradients_that_one_device_does_not_give_are_told(kind: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        capture(Selects(kind), tuple(draw(torch.Generator().manual_seed(0)).values()))
+        for module in (Unused(kind), Selects(kind)):
+            capture(module, tuple(draw(torch.Generator().manual_seed(0)).values()))
     told = [str(each.message) for each in caught if "gradients of zero" in str(each.message)]
-    assert len(told) == warned
-    assert not warned or f"{4 * EXPERTS} parameters" in told[0]
+    assert len(told) == (kind != "classes")
+    assert not told or f"{4 * EXPERTS} parameters (experts.0.0.weight, " in told[0]
+
+
+class Mixture(nn.Module):
+    """Experts whose rows a function selects, of `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.experts, self.other = kind, nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x.abs().argmax(-1) % 3
+        result: Tensor = getattr(self, self.kind)(x, chosen)
+        return result.pow(2).mean()
+
+    def all_rows(self, x: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = torch.where(chosen == index)[0]
+            result.index_add_(0, rows, expert(x[rows]))
+        return result
+
+    def some_rows(self, x: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = torch.where(chosen == index)[0]
+            if not len(rows):
+                continue
+            result.index_add_(0, rows, expert(x[rows]))
+        return result
+
+    def negative(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """A number that is not above zero may select rows."""
+        result, counts = torch.zeros_like(x), chosen.bincount(minlength=3).sub(2).tolist()
+        for count, expert in zip(counts, self.experts, strict=True):
+            if count > 0:
+                rows = torch.arange(len(x))[:count]
+                result.index_add_(0, rows, expert(x[rows]))
+        return result
+
+    def infinite(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """What is computed beside the rows has an infinite derivative."""
+        result, zeros = torch.zeros_like(x), x * 0
+        for index, expert in enumerate(self.experts):
+            mask = chosen == index + 1
+            if mask.sum() > 0:
+                result[mask] += expert(x[mask]) * (zeros.sum() + 1 + self.other.bias * 0 + index * zeros.sqrt()[mask])
+        return result + self.other(x)
+
+    def listed(self, x: Tensor, chosen: Tensor, use: Any = len) -> Any:
+        found: list[Tensor] = []
+        for index, expert in enumerate(self.experts):
+            rows = torch.where(chosen == index)[0]
+            if len(rows) > 0:
+                found.append(expert(x[rows]))
+        return x * use(found)
+
+    def summed(self, x: Tensor, chosen: Tensor) -> Any:
+        return self.listed(x, chosen, lambda found: sum(each.mean() for each in found))
+
+    def stacked(self, x: Tensor, chosen: Tensor) -> Any:
+        return self.listed(x, chosen, lambda found: torch.stack([each.mean() for each in found]).sum())
+
+    def first(self, x: Tensor, chosen: Tensor) -> Any:
+        return self.listed(x, chosen, lambda found: found[0].sum())
+
+    def largest(self, x: Tensor, chosen: Tensor) -> Tensor:
+        if chosen[0] == 0:  # no count
+            x = self.other(x)
+        return x
+
+    def many(self, x: Tensor, chosen: Tensor) -> Tensor:
+        if (chosen == 0).sum() > 1:
+            x = self.other(x)
+        return x
+
+
+def test_a_selection_without_rows_needs_no_branch() -> None:
+    x = torch.randn(6, 8)
+    codes = [capture(Mixture(kind), x).graph.code for kind in ("all_rows", "some_rows")]
+    assert codes[0] == codes[1]
+
+
+@pytest.mark.parametrize("kind", ["some_rows", "negative", "infinite"])
+def test_rows_that_are_skipped_change_nothing(kind: str) -> None:
+    model = Mixture(kind).to(DTYPE)
+    x = torch.randn(6, 8, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = 9  # one expert gets all rows
+    parallel: Any = sw.compile_parallel(copy.deepcopy(model), sw.Cluster.local(1), x, progress=False)
+    for module in (model, parallel):
+        module(x).backward()
+    given = dict(parallel.named_parameters())
+    for name, expected in model.named_parameters():
+        if given[name].grad is not None or expected.grad is not None:
+            gradient = torch.zeros_like(expected) if expected.grad is None else expected.grad
+            torch.testing.assert_close(whole(given[name].grad), gradient)
+
+
+@pytest.mark.parametrize("kind", ["listed", "summed", "stacked", "first"])
+def test_a_list_with_selections_without_rows_is_refused_but_by_cat(kind: str) -> None:
+    with pytest.raises(CaptureError, match=r"(?s)a list of selections.*is used other than by torch\.cat.*found"):
+        capture(Mixture(kind), torch.randn(6, 8))
+
+
+@pytest.mark.parametrize("kind", ["largest", "many"])
+def test_a_branch_on_another_number_has_the_same_parameters_in_its_sides(kind: str) -> None:
+    with pytest.raises(CaptureError, match=r"(?s)a branch depends on the values of tensors.*if .*chosen"):
+        capture(Mixture(kind), torch.randn(6, 8))
 
 
 def test_a_bincount_with_a_least_length_has_no_more_numbers() -> None:
