@@ -419,10 +419,14 @@ class _Write:
 
 @dataclass
 class _Effects:
-    """What a side of a branch writes, and the tensors that it appends to lists."""
+    """What a side of a branch writes, the tensors that it appends to lists, and those that it puts into dicts.
+
+    A buffer that is assigned is put into its module's dict of buffers.
+    """
 
     writes: list[_Write] = field(default_factory=list)
     appended: list[tuple[Any, Any]] = field(default_factory=list)
+    stored: dict[Any, tuple[Any, Any, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -499,9 +503,11 @@ class _Selection:
             if len(lists[0]) != len(lists[1]) or any(one is not other for one, other in zip(*lists, strict=True)):
                 raise _NoSelectionError
             pairs = zip(*([each for _, each in side.effects.appended] for side in self.sides), strict=True)
-            appended = [self.merged(*pair) for pair in pairs]
+            appended, stored = [self.merged(*pair) for pair in pairs], self.merged_items()
             self.go_on(self.sides[-1], self.merged)
             self.append(lists[0], appended)
+            for values, name, value in stored:
+                values.call_method(self.translator, "__setitem__", [name, value], {})
         return parameters
 
     def from_here(self, starts: tuple[int, int]) -> Iterator[int]:
@@ -596,6 +602,8 @@ class _Selection:
                     return one
             raise _NoSelectionError
 
+        if side.effects.stored or other.effects.stored:
+            return False
         one, another = (each.effects.appended for each in (side, other))
         if not all(none.has_none(each.as_proxy().node) for _, each in one):
             return False
@@ -634,6 +642,8 @@ class _Selection:
         graph, inside = self.graph, self.inside
         storages = {node: next(iter(_storages(node.meta["example_value"]))) for node in (*old, self.chosen.node)}
         every = self.sides[0].written | self.sides[1].written
+        sources = {arg for node in inside for arg in node.all_input_nodes} & {*old}
+        read = set[fx.Node]().union(*(_trained(node) for node in sources if node.meta["example_value"].requires_grad))
         if storages[self.chosen.node] in every:
             self.selecting = self.call("call_method", "clone", self.chosen).as_proxy()
         for storage in (each for each in dict.fromkeys(storages.values()) if each in every):
@@ -643,8 +653,9 @@ class _Selection:
             if any(node.op == "placeholder" and before.get(node, _state(node))[1] for node in used):
                 raise RuntimeError(CHANGED_PARAMETER)
             is_one = len({id(node.meta["example_value"]) for node in used}) == 1 and used[0] in names
-            if not is_one or not self.skips and any(_state(node)[1] for node in names):
-                raise _NoSelectionError  # there are several views, or it takes part in gradients
+            takes_part = any(_state(node)[1] for node in names)
+            if not is_one or takes_part and not self.skips and not read <= _trained(used[0]):
+                raise _NoSelectionError  # there are several views, or it gives gradients to other parameters
             place = used[0]
             proxy, copies = fx.Proxy(place, self.output.current_tracer), list[fx.Proxy]()
             for side, is_target in zip(self.sides, (False, True), strict=True):
@@ -711,6 +722,18 @@ class _Selection:
         values.append(result.as_proxy().node.meta["example_value"])
         self.selected.extend((value, value._version, line) for value in values)
         return result
+
+    def merged_items(self) -> list[tuple[Any, Any, Any]]:
+        """The dicts into which a side puts tensors, with their keys and what the condition selects."""
+        one, other = (side.effects.stored for side in self.sides)
+        found = []
+        for place in one | other:
+            name, before, _ = one.get(place) or other[place]
+            if not (place in one and place in other):  # it may be written at the end, as a buffer is
+                before = self.call("call_method", "clone", before.as_proxy())
+            pair = [side[place][2] if place in side else before for side in (one, other)]
+            found.append((place[0], name, self.merged(*pair)))
+        return found
 
     def as_tensor(self, variable: Any, like: Any) -> Any:
         """A Python number, such as the 0.0 that a loss begins with, as a tensor where the other side has one."""
@@ -913,7 +936,7 @@ def _trained(node: fx.Node) -> set[fx.Node]:
 def _without_effects() -> Iterator[_Effects]:
     """While this runs, Dynamo refuses to change objects that were there before, other than tensors.
 
-    Yields what is written into these, and what is appended to lists, of which it is taken away at the end.
+    Yields what is written into these, and what is put into lists and dicts, which is taken away again at the end.
     """
     from torch._dynamo.current_scope_id import enter_new_scope
     from torch._dynamo.side_effects import SideEffects
@@ -942,6 +965,11 @@ def _without_effects() -> Iterator[_Effects]:
             examples = [each.as_proxy().node.meta["example_value"] for each in pair if isinstance(each, TensorVariable)]
             if len(examples) == 2 and examples[0] is examples[1]:
                 return ConstantVariable.create(None)
+            if len(examples) == 2 and self.is_mutable() and not is_side_effect_safe(self.mutation_type):
+                key = next(key for key in self.items if key.vt.as_python_constant() == args[0].as_python_constant())
+                effects.stored[self, key] = *effects.stored.get((self, key), (args[0], pair[0]))[:2], pair[1]
+                self.items[key] = pair[1]
+                return ConstantVariable.create(None)
         return set_item(self, tx, name, args, kwargs)
 
     def append(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -964,6 +992,8 @@ def _without_effects() -> Iterator[_Effects]:
     finally:
         for values, _ in effects.appended:
             vars(values)["items"].pop()
+        for (values, key), (_, before, _) in effects.stored.items():
+            values.items[key] = before
 
 
 def _let_be_concatenated(values: Any) -> None:

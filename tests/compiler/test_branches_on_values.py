@@ -179,6 +179,12 @@ class Branching(nn.Module):
             hidden.mul_(2)
         return hidden
 
+    def in_place_of_others(self, hidden: Tensor, is_large: Tensor) -> Tensor:
+        result = hidden.detach() * self.up.bias
+        if is_large:
+            result += self.side(hidden)
+        return result
+
     def aliased(self, hidden: Tensor, is_large: Tensor) -> Tensor:
         other = hidden
         if is_large:
@@ -227,10 +233,14 @@ class Branching(nn.Module):
         return hidden
 
 
-DOING_MORE = ["counted", "listed", "in_place", "returned_in_loop", "cut", "looped", "of_other_parameters"]
+DOING_MORE = [
+    "counted", "listed", "in_place_of_others", "returned_in_loop", "cut", "looped", "of_other_parameters",
+]  # fmt: skip
 
 
-SELECTED = ["clamped", "checkpointed", "infinite", "nested", "numbered", "of_parameter", "returned", "conditional"]
+SELECTED = [
+    "clamped", "checkpointed", "infinite", "nested", "numbered", "of_parameter", "returned", "conditional", "in_place",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DOING_MORE)
@@ -309,6 +319,38 @@ class Initialised(nn.Module):
 
 def test_buffers_that_a_branch_writes_train_as_on_one_device(pool: WorkerPool) -> None:
     trains_as_on_one_device(Case("initialised", Initialised, draw), pool, [Way("tensor", {"up": (2, 1, 1, 2)})])
+
+
+class Assigned(nn.Module):
+    """Assigns buffers, and puts tensors into dicts and lists, in sides of branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.count = nn.Buffer(torch.zeros(8)), nn.Buffer(torch.tensor(0))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, is_large = self.mean, x.amax() > 10
+        if is_large:
+            self.mean = self.mean * 0.9 + x.mean(0) * 0.1
+            self.mean = self.mean + 1
+            if x.amin() < -5:
+                self.count = self.count + 1
+        else:
+            self.mean = x.amin(0)
+        hidden = {"up": self.up(x + before * 2), "mean": self.mean}
+        found = [hidden["up"]]
+        if is_large:
+            hidden["up"] = hidden["up"].sin()
+            found.append(hidden["up"] * 2)
+        else:
+            found.append(hidden["up"].cos())
+        total = self.down(hidden["up"] + found[1]).square().mean()
+        return total * (1 + self.count) + self.mean.sum() * self.down.bias.sum()
+
+
+def test_buffers_that_a_branch_assigns_train_as_on_one_device(pool: WorkerPool) -> None:
+    trains_as_on_one_device(Case("assigned", Assigned, draw), pool)
 
 
 class Normalized(nn.Module):
