@@ -229,6 +229,8 @@ def branches_selected(model: nn.Module) -> Iterator[None]:
 
     def started(_: str, start: Jump) -> Jump:
         def iterate(self: Any, instruction: Any) -> None:
+            if id(self.stack[-1]) in loops:  # of a list
+                return None
             found = None
             if self.instructions[self.instruction_pointer].opname == "FOR_ITER":
                 found = _all_places(self, self.stack[-1].realize())
@@ -272,8 +274,21 @@ def branches_selected(model: nn.Module) -> Iterator[None]:
 
         return string
 
+    def tolist(self: Any, tx: Any) -> Any:
+        """A list of what is nonzero is all places, as numbers, where a loop over it begins."""
+        following = [each.opname for each in tx.instructions[tx.instruction_pointer :][:2]]
+        is_list = self.as_proxy().node.meta["example_value"].dim() == 1
+        found = _all_places(tx, self) if is_list and following == ["GET_ITER", "FOR_ITER"] else None
+        if found is None:
+            return listed(self, tx)
+        found[0].items = [_known_number(item) for item in found[0].items]
+        loops[id(found[0])] = found
+        return found[0]
+
+    listed = dynamo.variables.TensorVariable.method_tolist
     forms = {"GET_ITER": started, "FOR_ITER": continued, "FORMAT_VALUE": formatted, "FORMAT_SIMPLE": formatted}
-    with branches_traced(branch), _instructions_traced(forms), _lists_concatenated():
+    as_list = mock.patch.object(dynamo.variables.TensorVariable, "method_tolist", tolist)
+    with branches_traced(branch), _instructions_traced(forms), _lists_concatenated(), as_list:
         yield
     for value, version, line in selected:
         if value._version != version:

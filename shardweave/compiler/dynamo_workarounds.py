@@ -40,6 +40,9 @@ HINTS = {
     "the padded batch, before it is packed or after pad_packed_sequence, or on packed.data for a loss.",
     "retain_grad(": "Pass a tensor of zeros that requires a gradient, and add it to that value: its gradient is the "
     "value's.",
+    "unique(": "Count by counts = torch.bincount(x, minlength=n), where n is the number of experts, say, and loop over "
+    "counts.nonzero().flatten().tolist().",
+    "bincount(": "Give bincount a minlength, such as the number of experts: its result has so many numbers then.",
     "np.random.": "Draw with torch (torch.rand, torch.randn), or pass what you have drawn to the call.",
     "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
 }

@@ -65,6 +65,9 @@ class Selects(nn.Module):
             if rows.numel() == 0:
                 continue
             result.index_add_(0, rows, self.experts[int(index)](hidden[rows]) * weights[rows, top, None])
+        for number in mask.sum(dim=(-1, -2)).nonzero().flatten().tolist():
+            rows = torch.where(mask[number])[1]
+            result[rows] += self.experts[number](hidden[rows]).sin() * (number + 1)
         return (hidden + result).pow(2).mean() + self.unused()
 
     def skips(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -252,6 +255,24 @@ def returns(x: Tensor) -> Tensor:
     return x
 
 
+def lists(x: Tensor) -> Tensor:
+    for place in x[:, 0].nonzero().tolist():
+        x = x + x[place]
+    return x
+
+
+def distinct(x: Tensor) -> Tensor:
+    for label in x[:, 0].long().unique().tolist():
+        x = x + label
+    return x
+
+
+def counts(x: Tensor) -> Tensor:
+    for count in x[:, 0].long().bincount().tolist():
+        x = x + count
+    return x
+
+
 def appends(x: Tensor) -> Tensor:
     rows = []
     for place in x[:, 0].nonzero():
@@ -284,6 +305,15 @@ def test_gradients_that_one_device_does_not_give_are_told(kind: str) -> None:
     told = [str(each.message) for each in caught if "gradients of zero" in str(each.message)]
     assert len(told) == (kind != "classes")
     assert not told or f"{4 * EXPERTS} parameters (experts.0.0.weight, " in told[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "way_out"),
+    [(lists, "without branching"), (distinct, "Count by counts = torch.bincount"), (counts, "a minlength, such as")],
+)
+def test_a_loop_over_a_list_of_unknown_length_is_refused_with_a_way_out(function: Any, way_out: str) -> None:
+    with pytest.raises(CaptureError, match=rf"(?s)a number depends on the values of tensors.*tolist.*{way_out}"):
+        capture(Calls(function), torch.ones(4, 8))
 
 
 class Mixture(nn.Module):
