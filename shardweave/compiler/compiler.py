@@ -399,7 +399,7 @@ class Compiler:
         made._take(with_buffers(made.captured, {each.name for each in first.step.spec.buffers}))
         captured = made.annotated.captured
         at_rest = {name: layouts[name] for name in captured.parameters.values()}
-        made.annotated.captured = replace(captured, at_rest=at_rest)
+        made.annotated.captured, made.annotated.first = replace(captured, at_rest=at_rest), first.step.spec
         # Axes that do not divide the batch are idle; those that shard the batch of every op are kept first.
         data, batch = first.step.spec.data_axes, made.annotated.batch
         ops = [op.name for op in made.annotated.ops if op.batch > 1 and op.name in plan.choices]

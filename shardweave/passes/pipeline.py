@@ -205,7 +205,9 @@ def lower(
     joins, shards = joins or {}, {} if shards is None else shards
     times = layer_multiplicity(repeated_layers)
     sizes = {op.name: math.prod(op.sizes.values()) * times.get(layer_of(op.name), 1) for op in annotated.ops}
-    mesh = with_times(mesh_for(mesh, strategies, sizes), options, strategies.values())
+    first = annotated.first
+    ordered = mesh_for(mesh, strategies, sizes) if first is None else Mesh(first.mesh.axes)
+    mesh = with_times(ordered, options, strategies.values())
     if mesh.time_axes and not annotated.batch:
         raise PlanError(
             f"the step has no batch to cut, as none of its inputs has a dimension, but the options ask for "
@@ -301,7 +303,9 @@ class _Lowering:
             if name in self.joins and not has_other_loops:
                 assignments[node.name] = self.annotated.without_idle(node, self.joins[name])
         # 2. The layouts of what enters and leaves the step.
-        data = data_axes(self.annotated.ops, self.strategies, self.mesh)
+        data, first = data_axes(self.annotated.ops, self.strategies, self.mesh), self.annotated.first
+        if first is not None:
+            data = tuple(axis for axis in data if axis in first.data_axes)
         boundary = Boundary(self.annotated, self.mesh, data, self.options)
         # 3. The pass.
         shard = Shard(

@@ -66,6 +66,9 @@ class Annotated:
     loss_inside: bool
     idle: frozenset[Axis] = frozenset()
     """Axes that do not shard the batch: see `Op.idle`."""
+    first: StepSpec | None = None
+    """The boundary of the first step of a module, whose later step this is: its axes have the order of the first one,
+    which the runtime relies on, and no others shard inputs and outputs, so that a rank's part of the batch stays."""
 
     def leave_idle(self, axes: frozenset[Axis]) -> None:
         """Shard the batch over none of these axes."""

@@ -498,3 +498,46 @@ def test_on_ranks(check: Any, pool: WorkerPool) -> None:
 @pytest.mark.parametrize("force", [{"conv": "column", "head": "row"}, {"*": "zero3"}], ids=str)
 def test_parameters_stay_where_they_are(force: Any, pool: WorkerPool) -> None:
     pool.run(kept_layouts, force, nprocs=2, timeout=300)
+
+
+class Tasks(nn.Module):
+    """One encoder with a head a task; a task may also skip the encoder, or read both weights of this module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 16)
+        self.heads = nn.ModuleDict(
+            {task: nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4)) for task in "abc"}
+        )
+        self.first, self.second = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: Tensor, task: str = "a") -> Tensor:
+        hidden = x @ self.first + x @ self.second if task == "c" else torch.tanh(self.encoder(x))
+        if task == "b":
+            hidden = hidden + x @ self.first
+        return hidden if task == "none" else self.heads[task](hidden)
+
+
+def trained_by_tasks(force: Any, tasks: str) -> None:
+    """Training with a loss outside of the model, where each call uses the modules of one task."""
+    torch.manual_seed(0)
+    model, generator = Tasks().double(), torch.Generator().manual_seed(1)
+    x, y = (torch.randn(12, size, generator=generator).double() for size in (8, 4))
+    asked, cluster = sw.Options(force=force), sw.Cluster.local(dist.get_world_size())
+    parallel: Any = sw.compile_parallel(model, cluster, (x, tasks[0]), options=asked, progress=False)
+    for each in (model, parallel):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, weight_decay=0.1)
+        for task in tasks:
+            target = y if each is model else y.chunk(parallel.data_world_size)[parallel.data_rank]
+            (each(x, task) - target).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(dict(parallel.full_state_dict()), dict(model.state_dict()))
+    hidden = parallel(x, "none")  # only the encoder, however it was planned
+    torch.testing.assert_close(hidden, model(x, "none").chunk(parallel.data_world_size)[parallel.data_rank])
+
+
+def test_a_step_of_fewer_modules_has_its_axes_in_the_order_of_the_first_step(pool: WorkerPool) -> None:
+    """The order of axes depends on the ops: tensor parallelism is of no op in the second step."""
+    force = {"*": "tensor:2+zero1", "encoder": "zdp"}
+    pool.run(trained_by_tasks, force, "a", nprocs=4, timeout=300)
