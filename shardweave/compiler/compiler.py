@@ -400,6 +400,7 @@ class Compiler:
         captured = made.annotated.captured
         at_rest = {name: layouts[name] for name in captured.parameters.values()}
         made.annotated.captured, made.annotated.first = replace(captured, at_rest=at_rest), first.step.spec
+        plan = made.lowering.completed(plan)
         # Axes that do not divide the batch are idle; those that shard the batch of every op are kept first.
         data, batch = first.step.spec.data_axes, made.annotated.batch
         ops = [op.name for op in made.annotated.ops if op.batch > 1 and op.name in plan.choices]
@@ -408,7 +409,6 @@ class Compiler:
         sharding = [*data, *outermost_first(others)]
         idle = idle_axes(batch, sharding)
         made.annotated.leave_idle(idle)
-        plan = made.lowering.completed(plan)
         planned, ranks = axes_size(data), axes_size(axis for axis in data if axis not in idle)
         accumulates = plan.micro_batches if made.annotated.tangents else 1
         samples = batch // axes_size(axis for axis in sharding if axis not in idle)

@@ -537,6 +537,15 @@ def trained_by_tasks(force: Any, tasks: str) -> None:
     torch.testing.assert_close(hidden, model(x, "none").chunk(parallel.data_world_size)[parallel.data_rank])
 
 
+@pytest.mark.parametrize(
+    "force, nprocs",
+    [({"*": "zdp"}, 2), ({"*": "tensor:2"}, 2), ({"*": "tensor:2+zero1"}, 4), ({"*": "tensor:2", "encoder": "dp"}, 2)],
+    ids=str,
+)
+def test_calls_may_use_modules_that_others_leave_out(force: Any, nprocs: int, pool: WorkerPool) -> None:
+    pool.run(trained_by_tasks, force, "abcbca", nprocs=nprocs, timeout=300)
+
+
 def test_a_step_of_fewer_modules_has_its_axes_in_the_order_of_the_first_step(pool: WorkerPool) -> None:
     """The order of axes depends on the ops: tensor parallelism is of no op in the second step."""
     force = {"*": "tensor:2+zero1", "encoder": "zdp"}

@@ -201,20 +201,25 @@ class StepLowering:
         )
 
     def completed(self, plan: Plan) -> Plan:
-        """A plan with data parallel strategies also for the ops that are new, as of a head that was put into the model.
+        """A plan with a strategy for each op of a step that may use other modules than the planned one.
 
-        Those are the ops that it has no strategy for, or has one for a parameter of another shape.
+        An op keeps the strategy of its parameter, as its name depends on the other ops of its module. Where the plan
+        does not have the parameter, or has it in another shape, the op is data parallel, with whole states.
         """
         mesh, captured = self.cluster.mesh(), self.steps.whole.captured
         placeholders = {node.name: node for node in captured.graph.graph.find_nodes(op="placeholder")}
         shapes = {name: tuple(placeholders[node].meta["val"].shape) for node, name in captured.parameters.items()}
+        planned = {choice.params[0]: choice for choice in plan.choices.values() if choice.params}
         choices = dict(plan.choices)
         for op in self.steps.whole.ops:
-            before, now = plan.model_key.parameters.get(op.parameter), shapes.get(op.parameter)
-            if op.name not in choices or (before is not None and before != now):
+            own, before = plan.choices.get(op.name), plan.model_key.parameters.get(op.parameter)
+            if own is None or op.parameter not in (own.params or (op.parameter,)):
+                own = planned.get(op.parameter)
+            if own is None or before not in (None, shapes.get(op.parameter)):
                 fits = [each for each in legal(op, mesh) if each.rest == each.states == 1]
-                if fits:
-                    choices[op.name] = OpChoice(fits[0], 0.0)
+                own = OpChoice(fits[0], 0.0) if fits else None
+            if own is not None:
+                choices[op.name] = own
         return replace(plan, choices=choices)
 
     def options_of(self, plan: Plan) -> Options:
