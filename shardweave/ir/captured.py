@@ -9,11 +9,13 @@ configs and globals that capture turned into constants: the step does not follow
 from __future__ import annotations
 
 import copy
+import copyreg
 import enum
 import inspect
 import re
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,25 +146,52 @@ class CallTree:
 class OpenObject:
     """An object that pytrees do not know, such as a cache of keys and values, opened for a capture.
 
-    As a pytree, it has the attributes that hold tensors. Put together again, it is an object of its own class, with
-    these attributes and the others as they were. No class is registered for the whole process.
+    As a pytree, it has its attributes that hold tensors, and its items that do if its class is derived from dict, list
+    or tuple. Put together again, it is an object of its own class, with these and the others as they were. No class is
+    registered for the whole process.
+
+    Parameters
+    ----------
+    value : object
+    opened : callable
+        Opens the objects in an attribute or item.
     """
 
-    def __init__(self, kind: type, attributes: Mapping[str, Any]) -> None:
-        holds = {name: any(isinstance(x, Tensor) for x in pytree.tree_leaves(x)) for name, x in attributes.items()}
-        self.values = [value for name, value in attributes.items() if holds[name]]
-        self.context = (
-            kind,
-            tuple(name for name in attributes if holds[name]),
-            tuple((name, value) for name, value in attributes.items() if not holds[name]),
-        )
+    def __init__(self, value: Any, opened: Callable[[Any], Any]) -> None:
+        attributes, slots = getattr(value, "__dict__", {}), copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+        is_own_dict = attributes is value  # its attributes are its items
+        parts: dict[tuple[str, Any], Any] = {}
+        parts |= {("attribute", name): each for name, each in attributes.items() if not is_own_dict}
+        parts |= {("slot", name): getattr(value, name) for name in slots if hasattr(value, name)}
+        if isinstance(value, dict):
+            parts |= {("item", key): each for key, each in value.items()}
+        elif isinstance(value, (list, tuple)):
+            parts |= {("item", index): each for index, each in enumerate(value)}
+        parts = {key: pytree.tree_map(opened, each) for key, each in parts.items()}
+        holds = {key: any(isinstance(x, Tensor) for x in pytree.tree_leaves(each)) for key, each in parts.items()}
+        self.values = [each for key, each in parts.items() if holds[key]]
+        known = tuple((key, None if holds[key] else each, holds[key]) for key, each in parts.items())
+        self.context = type(value), is_own_dict, known
 
 
 def _close(values: Iterable[Any], context: Any) -> Any:
-    kind, names, constants = context
-    result = kind.__new__(kind)
-    vars(result).update({name: copy.copy(value) for name, value in constants})
-    vars(result).update(zip(names, values, strict=True))
+    kind, is_own_dict, known = context
+    tensors = iter(values)
+    parts = {key: next(tensors) if holds else copy.copy(value) for key, value, holds in known}
+    items = {key: value for (part, key), value in parts.items() if part == "item"}
+    result = tuple.__new__(kind, items.values()) if issubclass(kind, tuple) else kind.__new__(kind)
+    for (part, name), value in parts.items():
+        if part == "attribute":
+            vars(result)[name] = value
+        elif part == "slot":
+            object.__setattr__(result, name, value)
+    if issubclass(kind, list):
+        list.extend(result, items.values())
+    elif issubclass(kind, dict):
+        for key, value in items.items():  # by the base class, as that of its own may do anything
+            (OrderedDict if issubclass(kind, OrderedDict) else dict).__setitem__(result, key, value)
+        if is_own_dict:
+            result.__dict__ = result
     return result
 
 
@@ -170,23 +199,23 @@ pytree.register_pytree_node(OpenObject, lambda opened: (opened.values, opened.co
 
 
 def with_objects_opened(value: Any) -> Any:
-    """`value` with an `OpenObject` in the place of each object in it whose attributes hold tensors.
+    """`value` with an `OpenObject` in the place of each object in it whose attributes or items hold tensors.
 
     >>> class Cache:
     ...     def __init__(self):
     ...         self.keys, self.size = [torch.ones(2), torch.ones(3)], 2
     >>> leaves, spec = pytree.tree_flatten(with_objects_opened({"cache": Cache()}))
     >>> len(leaves), vars(pytree.tree_unflatten([1, 2], spec)["cache"])
-    (2, {'size': 2, 'keys': [1, 2]})
+    (2, {'keys': [1, 2], 'size': 2})
     """
     inside: set[int] = set()  # the objects that are being opened
 
     def opened(leaf: Any) -> Any:
         plain = isinstance(leaf, (Tensor, nn.Module, *PLAIN_TYPES)) or callable(leaf)
-        if plain or not hasattr(leaf, "__dict__") or id(leaf) in inside:
+        if plain or id(leaf) in inside:
             return leaf
         inside.add(id(leaf))
-        result = OpenObject(type(leaf), pytree.tree_map(opened, vars(leaf)))
+        result = OpenObject(leaf, opened)
         inside.discard(id(leaf))
         return result if result.values else leaf
 

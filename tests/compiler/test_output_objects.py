@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 import transformers
 from torch import Tensor, nn
 
@@ -82,6 +86,86 @@ def test_it_does_so_under_torch_compile(name: str, pool: WorkerPool) -> None:
     options = {"cluster": sw.Cluster.local(2), "force": {"*": "tensor:2"}}
     for found in pool.run(losses, name, options, nprocs=2, timeout=120):
         assert found == pytest.approx(alone, rel=1e-8)
+
+
+class OwnDict(dict[str, Tensor]):
+    """Its attributes are its items, as those of EasyDict are."""
+
+    def __init__(self, **items: Tensor) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Ordered(OrderedDict[str, Tensor]):
+    """Has each item as an attribute, too, as outputs of transformers do."""
+
+    def __init__(self, **items: Tensor) -> None:
+        super().__init__(**items)
+        vars(self).update(items)
+
+
+class Plain(dict[str, Tensor]):
+    """Has no attributes."""
+
+
+class Rows(list[Tensor]):
+    """A list of its own class."""
+
+
+class Pair(tuple[Tensor, ...]):
+    """A tuple of its own class."""
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    loss: Tensor
+    hidden: Tensor
+    name: str = "slotted"
+
+
+RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "own dict": lambda loss, hidden: OwnDict(loss=loss, hidden=hidden),
+    "ordered": lambda loss, hidden: Ordered(hidden=hidden, loss=loss),
+    "plain": lambda loss, hidden: Plain(loss=loss, hidden=hidden),
+    "list": lambda loss, hidden: Rows([loss, hidden]),
+    "tuple": lambda loss, hidden: Pair((loss, hidden)),
+    "slots": Slotted,
+    "nested": lambda loss, hidden: {"found": [Slotted(loss, hidden), OwnDict(hidden=hidden)]},
+}
+
+
+class Returns(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.up(x)
+        return RETURNED[self.kind](hidden.pow(2).mean(), hidden)
+
+
+def contents(value: Any) -> Any:
+    """An object as its class, its attributes and its items."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    names = [*getattr(value, "__dict__", {}), *getattr(value, "__slots__", ())]
+    items = [*value.items()] if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else []
+    found = [(name, contents(getattr(value, name))) for name in names] + [contents(item) for item in items]
+    return (type(value).__name__, found) if found else value
+
+
+@pytest.mark.parametrize("kind", list(RETURNED))
+def test_objects_are_returned_with_their_items_and_slots(kind: str) -> None:
+    model, x = Returns(kind), torch.randn(4, 8)
+    parallel = sw.compile_parallel(model, sw.Cluster.local(1), x, progress=False)
+    found, expected = ([*pytree.tree_leaves(contents(each(x)))] for each in (parallel, model))
+    assert len(found) == len(expected)
+    for value, other in zip(found, expected):
+        assert torch.allclose(value, other) if isinstance(other, Tensor) else value == other
+    if kind == "own dict":
+        returned = parallel(x)
+        returned.more = torch.ones(1)
+        assert returned["more"] is returned.more
 
 
 class Answer:
