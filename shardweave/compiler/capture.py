@@ -36,7 +36,7 @@ from shardweave.compiler.capture_errors import (
     way_out_of,
 )
 from shardweave.compiler.constants import fold_constant_masks, numbers_of_buffers, storage_of
-from shardweave.compiler.dynamo_workarounds import inputs_made_leaves, traceable
+from shardweave.compiler.dynamo_workarounds import inputs_made_leaves, objects_as_arguments, traceable
 from shardweave.compiler.guards import after_a_call, assigned_buffers, reads_of, recorded_effects
 from shardweave.compiler.joint_graph import (
     asserts_as_values,
@@ -59,6 +59,7 @@ from shardweave.ir import (
     CaptureError,
     Precision,
     Reads,
+    arguments_opened,
     as_call,
     canonical_arguments,
     leaf_names,
@@ -221,14 +222,18 @@ def _joint_graph(
             devices = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             model = _off_meta(model, fake, next((device for device in devices if device.type != "meta"), None))
         wanted = [wants_gradient(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
+        # This puts the objects together again that `capture` has opened.
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
         if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
-            args, kwargs = cast((args, kwargs), precision.param_dtype)  # see cast_inputs_inside
-        for leaf in (leaf for leaf, wants in zip(pytree.tree_leaves((args, kwargs)), wanted, strict=True) if wants):
+            args, kwargs = cast(arguments_opened(args, kwargs), precision.param_dtype)  # see cast_inputs_inside
+        leaves = pytree.tree_leaves(arguments_opened(args, kwargs))
+        for leaf in (leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants):
             leaf.requires_grad_()
         backward_hooks_as_tensor_hooks(model)
         stack.enter_context(traceable(model))
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        stack.enter_context(objects_as_arguments())
+        opened = arguments_opened(args, kwargs)  # Dynamo traces the objects themselves, AOTAutograd their tensors
+        given = [leaf for leaf in pytree.tree_leaves(opened) if isinstance(leaf, Tensor)]
         stack.enter_context(inputs_made_leaves(given))
         stack.enter_context(assigned_buffers(model))
         changing = set[int]()
@@ -257,10 +262,10 @@ def _joint_graph(
         vars(codegen)["process_outputs"] = lambda outputs: with_objects_opened(returned(outputs))
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
         # AOTAutograd takes half of the time. What it made of the same graph is taken from an earlier run.
-        traced = trace_key(module, args, kwargs)
+        traced = trace_key(module, *opened)
         if traced and (known := cached_graph(traced[0], module.meta["tracing_context"].fake_mode)):
             return known, traced[1], reads
-        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
+        joint = aot_export_joint_with_descriptors(stack, module, *opened)
         if traced:
             save_graph(traced[0], joint.graph_module)
     return joint.graph_module, joint.out_spec, reads

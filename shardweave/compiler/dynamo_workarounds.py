@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
@@ -28,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import rnn
 
 from shardweave.compiler.branches import branches_selected, raises_as_asserts
+from shardweave.ir import with_objects_opened
 
 HINTS = {
     "layerdrop": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
@@ -711,6 +713,18 @@ def _numpy_numbers() -> Iterator[None]:
 
     with mock.patch.object(builder, "_wrap", wrapped), mock.patch.object(function, "call_function", called):
         yield
+
+
+def objects_as_arguments() -> contextlib.AbstractContextManager[Any]:
+    """Dynamo traces objects that hold tensors, but then refuses them as arguments: let it see their tensors."""
+    from torch._dynamo import eval_frame
+
+    checked = eval_frame.check_user_input_output
+
+    def check(values: list[Any], kind: Any) -> None:
+        checked(pytree.tree_leaves(with_objects_opened(values, whole=True)), kind)
+
+    return mock.patch.object(eval_frame, "check_user_input_output", check)
 
 
 @contextlib.contextmanager

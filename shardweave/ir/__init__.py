@@ -11,6 +11,7 @@ from shardweave.ir.captured import (
     ConstantsCheck,
     Read,
     Reads,
+    arguments_opened,
     as_call,
     canonical_arguments,
     leaf_names,
@@ -169,5 +170,6 @@ __all__ = [
     "steps_between",
     "layout_through_view",
     "with_axes_joined",
+    "arguments_opened",
     "with_objects_opened",
 ]

@@ -155,9 +155,11 @@ class OpenObject:
     value : object
     opened : callable
         Opens the objects in an attribute or item.
+    whole : bool
+        The pytree has all attributes and items: of an argument, whose other values are constants of a step.
     """
 
-    def __init__(self, value: Any, opened: Callable[[Any], Any]) -> None:
+    def __init__(self, value: Any, opened: Callable[[Any], Any], whole: bool = False) -> None:
         attributes, slots = getattr(value, "__dict__", {}), copyreg._slotnames(type(value))  # type: ignore[attr-defined]
         is_own_dict = attributes is value  # its attributes are its items
         parts: dict[tuple[str, Any], Any] = {}
@@ -169,6 +171,8 @@ class OpenObject:
             parts |= {("item", index): each for index, each in enumerate(value)}
         parts = {key: pytree.tree_map(opened, each) for key, each in parts.items()}
         holds = {key: any(isinstance(x, Tensor) for x in pytree.tree_leaves(each)) for key, each in parts.items()}
+        self.holds_tensors = any(holds.values())
+        holds = dict.fromkeys(holds, True) if whole else holds
         self.values = [each for key, each in parts.items() if holds[key]]
         known = tuple((key, None if holds[key] else each, holds[key]) for key, each in parts.items())
         self.context = type(value), is_own_dict, known
@@ -195,11 +199,28 @@ def _close(values: Iterable[Any], context: Any) -> Any:
     return result
 
 
-pytree.register_pytree_node(OpenObject, lambda opened: (opened.values, opened.context), _close)
+def _with_keys(opened: OpenObject) -> tuple[list[tuple[Any, Any]], Any]:
+    names = [name for (_, name), _, holds in opened.context[-1] if holds]
+    return [*zip(map(pytree.MappingKey, names), opened.values, strict=True)], opened.context
 
 
-def with_objects_opened(value: Any) -> Any:
+pytree.register_pytree_node(
+    OpenObject, lambda opened: (opened.values, opened.context), _close, flatten_with_keys_fn=_with_keys
+)
+
+
+def arguments_opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with the objects opened that hold tensors, such as a dataclass with a batch."""
+    if all(isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in pytree.tree_leaves((args, kwargs))):
+        return args, kwargs
+    opened: tuple[tuple[Any, ...], dict[str, Any]] = with_objects_opened((args, kwargs), whole=True)
+    return opened
+
+
+def with_objects_opened(value: Any, whole: bool = False) -> Any:
     """`value` with an `OpenObject` in the place of each object in it whose attributes or items hold tensors.
+
+    `whole` is that of `OpenObject`. ``tree_map`` puts the objects together again.
 
     >>> class Cache:
     ...     def __init__(self):
@@ -215,9 +236,9 @@ def with_objects_opened(value: Any) -> Any:
         if plain or id(leaf) in inside:
             return leaf
         inside.add(id(leaf))
-        result = OpenObject(leaf, opened)
+        result = OpenObject(leaf, opened, whole)
         inside.discard(id(leaf))
-        return result if result.values else leaf
+        return result if result.holds_tensors else leaf
 
     return pytree.tree_map(opened, value)
 
@@ -229,13 +250,13 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     (((), {'tokens': 1}), ((1, 2), {}), ((1,), {'y': 2}))
     """
     if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
+        return arguments_opened((), dict(example_inputs))
     if isinstance(example_inputs, (tuple, list)):
         values = tuple(example_inputs)
         if len(values) == 2 and isinstance(values[0], (tuple, list)) and isinstance(values[1], Mapping):
-            return tuple(values[0]), dict(values[1])
-        return values, {}
-    return (example_inputs,), {}
+            return arguments_opened(tuple(values[0]), dict(values[1]))
+        return arguments_opened(values, {})
+    return arguments_opened((example_inputs,), {})
 
 
 def canonical_arguments(

@@ -37,6 +37,7 @@ from shardweave.ir import (
     Reads,
     StepSpec,
     ValueSpec,
+    arguments_opened,
     axes_size,
     canonical_arguments,
     dtype_name,
@@ -337,6 +338,7 @@ class ParallelModule(nn.Module):
 
         if any(isinstance(leaf, ParallelTensor) for leaf in tree_leaves((args, kwargs))):  # made from a parameter
             args, kwargs = tree_map_only(ParallelTensor, ParallelTensor.full_tensor, (args, kwargs))
+        args, kwargs = arguments_opened(args, kwargs)
         if self._recompile is not None:
             self._choose_step(self._recompile, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # of each attribute of a parameter that is read here

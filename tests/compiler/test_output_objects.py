@@ -1,9 +1,10 @@
-"""Models that return objects, such as a cache of keys and values, train on four ranks to the numbers of one device."""
+"""Models that take or return objects, such as a cache of keys and values, train to the numbers of one device."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 import transformers
 from torch import Tensor, nn
@@ -88,10 +90,10 @@ def test_it_does_so_under_torch_compile(name: str, pool: WorkerPool) -> None:
         assert found == pytest.approx(alone, rel=1e-8)
 
 
-class OwnDict(dict[str, Tensor]):
+class OwnDict(dict[str, Any]):
     """Its attributes are its items, as those of EasyDict are."""
 
-    def __init__(self, **items: Tensor) -> None:
+    def __init__(self, **items: Any) -> None:
         super().__init__(**items)
         self.__dict__ = self
 
@@ -198,3 +200,83 @@ def test_objects_of_any_class_are_returned_anew_in_each_call() -> None:
     assert again.history == [1] == parallel(x)[0].history
     answer.loss.backward()
     assert all(parameter.grad is not None for parameter in itertools.islice(parallel.parameters(), 1))
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch with a number that the forward reads."""
+
+    x: Tensor
+    y: Tensor
+    scale: int = 2
+
+
+class Attributes(dict[str, Any]):
+    """Its items are read as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+TAKEN: dict[str, Callable[..., Any]] = {
+    "dataclass": Batch,
+    "dict": lambda x, y, scale=2: Attributes(x=x, y=y, scale=scale),
+    "own dict": lambda x, y, scale=2: OwnDict(x=x, y=y, scale=scale),
+    "namespace": lambda x, y, scale=2: types.SimpleNamespace(x=x, y=y, scale=scale),
+}
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 4)
+
+    def forward(self, batch: Any, *, more: Any = None) -> Tensor:
+        loss = (self.up(batch.x) - batch.y).square().mean() * batch.scale
+        return loss if more is None else loss + more["encoding"]["x"].mean() * self.up.bias.sum()
+
+
+def trained_on_objects(kind: str, force: Any, meaning: Any) -> None:
+    """A smaller batch, another number, and an object in a dict; each rank may pass its part of the batch."""
+    torch.manual_seed(0)
+    model, generator = Takes().double(), torch.Generator().manual_seed(1)
+    x, y = (torch.randn(8, size, generator=generator).double() for size in (8, 4))
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+    def taken(rows: int, *numbers: int, parts: int = ranks if meaning == "local" else 1) -> Any:
+        at = rank if parts > 1 else 0
+        return TAKEN[kind](x[:rows].chunk(parts)[at], y[:rows].chunk(parts)[at], *numbers)
+
+    cluster, asked = sw.Cluster.local(ranks), sw.Options(force=force)
+    parallel: Any = sw.compile_parallel(model, cluster, (taken(8),), options=asked, batch=meaning, progress=False)
+    more = {"encoding": transformers.BatchEncoding({"x": x[:1]})}
+    for rows, numbers, further in ((8, (), {}), (4, (), {}), (8, (3,), {}), (8, (), {"more": more}), (8, (), {})):
+        loss, expected = (
+            parallel(taken(rows, *numbers), **further), model(taken(rows, *numbers, parts=1), **further)
+        )  # fmt: skip
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+    for name, parameter in parallel.named_parameters():
+        gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("kind", list(TAKEN))
+def test_objects_with_tensors_are_arguments(kind: str) -> None:
+    trained_on_objects(kind, {}, "global")
+
+
+@pytest.mark.parametrize("meaning", ["global", "local"])
+def test_objects_with_tensors_are_arguments_on_ranks(meaning: str, pool: WorkerPool) -> None:
+    pool.run(trained_on_objects, "dataclass", {"*": "zdp"}, meaning, nprocs=2, timeout=300)
+
+
+def test_an_object_that_the_forward_changes_is_refused() -> None:
+    class Changes(Takes):
+        def forward(self, batch: Any, *, more: Any = None) -> Tensor:
+            batch.x = batch.x * 2
+            return super().forward(batch)
+
+    with pytest.raises(sw.ParallelError):
+        sw.compile_parallel(Changes(), sw.Cluster.local(1), (Batch(torch.ones(4, 8), torch.ones(4, 4)),))
