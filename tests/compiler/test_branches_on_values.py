@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -351,6 +352,62 @@ class Assigned(nn.Module):
 
 def test_buffers_that_a_branch_assigns_train_as_on_one_device(pool: WorkerPool) -> None:
     trains_as_on_one_device(Case("assigned", Assigned, draw), pool)
+
+
+class Ranged(nn.Module):
+    """Follows the range of its inputs, as I-BERT's activations do, in buffers that branches assign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Buffer(torch.full((1,), -1e-5)), nn.Buffer(torch.full((1,), 1e-5))
+        self.calls, self.norm = nn.Buffer(torch.tensor(0)), nn.BatchNorm1d(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = x.data.amin(), x.data.amax()
+        before = self.high
+        if self.low.min() > -1.1e-5 and self.high.max() < 1.1e-5:
+            self.low = self.low + low
+            self.high = self.high + high
+            self.calls = self.calls + 1
+        elif self.training:
+            self.low = self.low * 0.9 + low * 0.1
+            self.high = self.high * 0.9 + (high - self.low) * 0.1  # the new one
+            if high > 10:
+                self.norm.running_mean = self.norm.running_mean * 0.5
+                self.high = self.high * 0.5
+        self.calls = self.calls + 1
+        hidden = self.up(self.norm(x)) * (self.high - self.low + before)
+        return self.down(hidden).square().mean() * self.calls
+
+
+def test_ranges_that_a_branch_assigns_train_as_on_one_device(pool: WorkerPool) -> None:
+    trains_as_on_one_device(Case("ranged", Ranged, draw), pool, [Way("tensor", {"up": (2, 1, 1, 2)})])
+    model, inputs = Ranged(), [scale * torch.randn(8, 8) for scale in (1, 1, 20)]
+    parallel: Any = sw.compile_parallel(copy.deepcopy(model), sw.Cluster.local(1), inputs[0], progress=False)
+    for x in inputs:
+        torch.testing.assert_close(parallel(x), model(x))
+        torch.testing.assert_close(dict(parallel.named_buffers()), dict(model.named_buffers()))
+
+
+class Swapped(Ranged):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.amax() > 10:
+            self.low, self.high = self.high, self.low
+        return self.up(x * self.low + self.high).square().mean()
+
+
+class GivenOneSize(Ranged):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.amax() > 10:
+            self.low = x.data.amin(0)
+        return self.up(x * self.low).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Swapped, GivenOneSize])
+def test_buffers_that_a_branch_may_not_assign_so_are_refused(kind: Any) -> None:
+    with pytest.raises(CaptureError, match="a branch (on a tensor assigns|depends)"):
+        capture(kind(), torch.ones(4, 8))
 
 
 class Normalized(nn.Module):
