@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardweave.ops.library import register
+from shardweave.ops.local_shards import register
 
 STEPS = {8: 127, 4: 7}
 """The number of steps from zero to the largest value of a block, by the bits of an element."""

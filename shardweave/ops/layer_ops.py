@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shardweave.ir import InputError
-from shardweave.ops.library import LIBRARY, register
+from shardweave.ops.local_shards import LIBRARY, register
 
 aten = torch.ops.aten
 _OPTIONS = (

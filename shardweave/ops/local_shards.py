@@ -7,21 +7,34 @@
   Torch's own kernels raise an error for such an index. So does this op, on each rank that sees the index.
 - Checks of values: functions of torch.linalg raise an error for a matrix that has no inverse, and a forward may have
   asserts. In torch's graph a check has no result. These ops return a value, so that the check is sharded with it.
+
+`register` adds an op to the library ``torch.ops.shardweave``: these, and those of the other modules of this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from shardweave.ir import IndexRangeError, Padding, VerifyError
-from shardweave.ops.library import register
+
+LIBRARY: Any = torch.library.Library("shardweave", "FRAGMENT")  # type: ignore[no-untyped-call]
+"""The custom operators, ``torch.ops.shardweave``."""
 
 _COORDINATE_PREFIX = "coord_"
 """The prefix of the placeholders that take a coordinate."""
+
+
+def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an operator with its kernel for all devices, and the function that computes its fake results."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardweave::{name}", fake, lib=LIBRARY)
 
 
 def pad(x: Tensor, dim: int, size: int, levels: Sequence[int]) -> Tensor:
