@@ -68,6 +68,13 @@ class Report:
 
     __repr__ = __str__
 
+    def __getitem__(self, place: int | slice) -> str:
+        """A part of the text, as of a string: ``plan.explain()[:600]``."""
+        return str(self)[place]
+
+    def __contains__(self, text: str) -> bool:
+        return text in str(self)
+
     def _repr_html_(self) -> str:
         align = ["right" if column.endswith(" ") else "left" for column in self.columns]
 

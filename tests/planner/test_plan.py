@@ -161,6 +161,7 @@ def test_reports_show_in_notebooks_and_rich_consoles() -> None:
     console.print(report)
     assert "blocks.*.qkv ×6" in console.export_text()
     assert repr(report) == str(report)
+    assert report[:40] == str(report)[:40] and "blocks.*.qkv ×6" in report and "no such op" not in report
 
 
 def test_diff_shows_only_what_differs() -> None:
