@@ -43,6 +43,9 @@ _BRANCHES = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_", "BACKWARD_"
 
 Jump = Callable[[Any, Any], None]
 
+_INDEX = "_Index"
+"""The class of what `branches_selected` makes of a list whose length depends on values"""
+
 
 @contextlib.contextmanager
 def branches_traced(form: Callable[[Any, Any, bool, Jump], None]) -> Iterator[None]:
@@ -57,6 +60,8 @@ def branches_traced(form: Callable[[Any, Any, bool, Jump], None]) -> Iterator[No
         jumps_if = name.endswith("TRUE")
 
         def branch(self: Any, instruction: Any) -> None:
+            if type(self.stack[-1]).__name__ == _INDEX:
+                self.stack[-1] = self.stack[-1].sq_length(self)
             if isinstance(self.stack[-1], dynamo.variables.SymNodeVariable):
                 self.stack[-1] = _known_or_tensor(self, self.stack[-1])
             if isinstance(self.stack[-1], dynamo.variables.TensorVariable):
@@ -275,15 +280,35 @@ def branches_selected(model: nn.Module) -> Iterator[None]:
         return string
 
     def tolist(self: Any, tx: Any) -> Any:
-        """A list of what is nonzero is all places, as numbers, where a loop over it begins."""
+        """A list of what is nonzero is all places, as numbers, where a loop over it begins; else an index."""
         following = [each.opname for each in tx.instructions[tx.instruction_pointer :][:2]]
-        is_list = self.as_proxy().node.meta["example_value"].dim() == 1
-        found = _all_places(tx, self) if is_list and following == ["GET_ITER", "FOR_ITER"] else None
+        value = self.as_proxy().node.meta["example_value"]
+        if value.dim() != 1 or isinstance(value.shape[0], int) or value.dtype != torch.int64:
+            return listed(self, tx)
+        if following[0] != "GET_ITER":
+            return _Index(self)
+        found = _all_places(tx, self) if following[1] == "FOR_ITER" else None
         if found is None:
             return listed(self, tx)
         found[0].items = [_known_number(item) for item in found[0].items]
         loops[id(found[0])] = found
         return found[0]
+
+    class _Index(dynamo.variables.base.VariableTracker):  # type: ignore[misc]
+        """A list whose length depends on values: an index of tensors, as this tensor is, with a length."""
+
+        def __init__(self, values: Any, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.values = values
+
+        def as_proxy(self) -> Any:
+            return self.values.as_proxy()
+
+        def python_type(self) -> Any:
+            return list
+
+        def sq_length(self, tx: Any) -> Any:  # else Dynamo takes it for true
+            return self.values.call_method(tx, "size", [_constant(0)], {})
 
     listed = dynamo.variables.TensorVariable.method_tolist
     forms = {"GET_ITER": started, "FOR_ITER": continued, "FORMAT_VALUE": formatted, "FORMAT_SIMPLE": formatted}

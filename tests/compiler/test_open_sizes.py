@@ -79,6 +79,8 @@ class Selects(nn.Module):
                 continue
             values = expert(hidden[rows])
             result.index_add_(0, rows, values)
+            numbers = rows.tolist()  # as an index
+            result[numbers] *= hidden[None, numbers, 0].reshape(-1, 1) / len(numbers)
             lists[0].append(rows)
             lists[1].append(values.sin())
         for index, expert in enumerate(self.experts):
@@ -379,6 +381,21 @@ class Mixture(nn.Module):
     def first(self, x: Tensor, chosen: Tensor) -> Any:
         return self.listed(x, chosen, lambda found: found[0].sum())
 
+    def numbers(self, x: Tensor, chosen: Tensor, use: Any = lambda x, numbers: x * (2 if numbers else 1)) -> Any:
+        return use(x, torch.where(chosen == 0)[0].tolist())
+
+    def added(self, x: Tensor, chosen: Tensor) -> Any:
+        return self.numbers(x, chosen, lambda x, numbers: x[numbers + [1]])
+
+    def contained(self, x: Tensor, chosen: Tensor) -> Any:
+        return self.numbers(x, chosen, lambda x, numbers: x * (2 if 1 in numbers else 1))
+
+    def equal(self, x: Tensor, chosen: Tensor) -> Any:
+        return self.numbers(x, chosen, lambda x, numbers: x * (2 if numbers == [] else 1))
+
+    def iterated(self, x: Tensor, chosen: Tensor) -> Any:
+        return self.numbers(x, chosen, lambda x, numbers: x * sum(numbers))
+
     def largest(self, x: Tensor, chosen: Tensor) -> Tensor:
         if chosen[0] == 0:  # no count
             x = self.other(x)
@@ -414,6 +431,12 @@ def test_rows_that_are_skipped_change_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["listed", "summed", "stacked", "first"])
 def test_a_list_with_selections_without_rows_is_refused_but_by_cat(kind: str) -> None:
     with pytest.raises(CaptureError, match=r"(?s)a list of selections.*is used other than by torch\.cat.*found"):
+        capture(Mixture(kind), torch.randn(6, 8))
+
+
+@pytest.mark.parametrize("kind", ["numbers", "added", "contained", "equal", "iterated"])
+def test_a_list_of_unknown_length_is_an_index_only(kind: str) -> None:
+    with pytest.raises(CaptureError, match=r"lambda x, numbers"):
         capture(Mixture(kind), torch.randn(6, 8))
 
 
