@@ -825,9 +825,11 @@ class _NoRows:
         return isinstance(value, Tensor) and any(self.number(size) == 0 for size in value.shape)
 
     def number(self, value: Any) -> Any:
-        """An integer, in the symbols that are left."""
+        """An integer, in the symbols that are left; of a tensor, what equals nothing else."""
         value = value.meta.get("example_value") if isinstance(value, fx.Node) else value
-        return value.node.expr.subs(self.numbers) if isinstance(value, torch.SymInt) else value
+        if isinstance(value, torch.SymInt):
+            return value.node.expr.subs(self.numbers)
+        return value if value is None or isinstance(value, int) else object()
 
     def note_rows(self, node: fx.Node) -> None:
         """Note the number of rows that are selected by a mask without true elements, or between equal bounds."""
@@ -903,9 +905,25 @@ def _without_rows(condition: fx.Node) -> _NoRows | None:
     masks = list[fx.Node]()
     if node is counted and len(node.args) == 1 and not node.kwargs:
         mask = node.args[0]
-        if isinstance(mask, fx.Node) and getattr(mask.meta.get("example_value"), "dtype", None) == torch.bool:
+        is_mask = isinstance(mask, fx.Node) and getattr(mask.meta.get("example_value"), "dtype", None) == torch.bool
+        if isinstance(mask, fx.Node) and is_mask and not _is_written(mask, node):
             masks.append(mask)
     return _NoRows(numbers, masks, found(0))
+
+
+def _is_written(value: Any, since: fx.Node) -> bool:
+    """Whether a tensor may be written in place after a node of the graph, up to its end."""
+    storages = _storages(value.meta["example_value"])
+    for node in itertools.takewhile(lambda node: node is not since, reversed(since.graph.nodes)):
+        name = _name(node)
+        in_place = name == "setitem" or name.endswith("_") or name in _IN_PLACE_OPERATORS or "out" in node.kwargs
+        given = [arg.meta.get("example_value") for arg in node.all_input_nodes]
+        if in_place and storages & _storages(given):
+            return True
+    return False
+
+
+_IN_PLACE_OPERATORS = "iadd", "isub", "imul", "iand", "ior", "ixor"
 
 
 def _integer(variable: Any) -> Any:

@@ -355,6 +355,29 @@ class Mixture(nn.Module):
                 result.index_add_(0, rows, expert(x[rows]))
         return result
 
+    def changed(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """A mask that is written after it was found to have no true element selects rows."""
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mask = chosen == index + 1
+            is_hit = mask.any()
+            mask[0] = True
+            if is_hit:
+                result[mask] += expert(x[mask])
+        return result + self.other(x)
+
+    def bounded(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Bounds that are equal are not zero."""
+        result, ends = torch.zeros_like(x), chosen.bincount(minlength=3).cumsum(0).tolist()
+        for index in (1, 2):
+            if ends[index] - ends[index - 1] != 0:
+                rows = torch.arange(len(x))[: ends[index]]
+                result.index_add_(0, rows, self.experts[index](x[rows]))
+            if ends[index] != ends[index - 1]:
+                rows = torch.arange(len(x))[ends[index - 1] :]
+                result.index_add_(0, rows, self.experts[index](x[rows]))
+        return result + self.other(x)
+
     def infinite(self, x: Tensor, chosen: Tensor) -> Tensor:
         """What is computed beside the rows has an infinite derivative."""
         result, zeros = torch.zeros_like(x), x * 0
@@ -413,7 +436,7 @@ def test_a_selection_without_rows_needs_no_branch() -> None:
     assert codes[0] == codes[1]
 
 
-@pytest.mark.parametrize("kind", ["some_rows", "negative", "infinite"])
+@pytest.mark.parametrize("kind", ["some_rows", "negative", "infinite", "changed", "bounded"])
 def test_rows_that_are_skipped_change_nothing(kind: str) -> None:
     model = Mixture(kind).to(DTYPE)
     x = torch.randn(6, 8, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
