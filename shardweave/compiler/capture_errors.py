@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardweave.compiler.branches import CHANGED_PARAMETER, LISTED, LOOP
+from shardweave.compiler.branch_selection import CHANGED_PARAMETER, LISTED
+from shardweave.compiler.branches import LOOP
 from shardweave.compiler.constants import INDEXED
 from shardweave.compiler.dynamo_workarounds import HINTS
 from shardweave.ir import CaptureError, InternalError, ParallelError
