@@ -67,6 +67,19 @@ class ModuleTreeCopy:
         for old, new in tensors.items():
             self._copy_attributes_and_hooks(old, new)
 
+    @classmethod
+    def with_copies(cls, model: nn.Module, values: list[Any], copies: Mapping[int, Any]) -> ModuleTreeCopy:
+        """For `values` that may lead to modules and tensors of `model`, whose `copies`, by their ids, are made."""
+        made = cls.__new__(cls)
+        made._copies = dict(copies)
+        made._targets = frozenset(map(id, [*model.modules(), *(tensor for _, tensor in named_tensors(model))]))
+        made._to_copy = _objects_leading_to(values, made._targets)
+        return made
+
+    def copied(self, value: Any) -> Any:
+        """`value` itself, or a copy if it leads to the model's modules or tensors."""
+        return self._copied(value)
+
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         """The attributes of the copy of `module`."""
         return {
@@ -121,8 +134,9 @@ class ModuleTreeCopy:
 
     def _copied_function(self, value: types.FunctionType) -> types.FunctionType:
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
-        twin = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-        twin.__kwdefaults__ = value.__kwdefaults__
+        defaults = self._copied(value.__defaults__)
+        twin = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+        twin.__kwdefaults__ = self._copied(value.__kwdefaults__)
         self._copies[id(value)] = functools.update_wrapper(twin, value, updated=())
         vars(twin).pop("__wrapped__", None)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
@@ -184,6 +198,7 @@ def _items(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif isinstance(value, types.FunctionType):
         yield from (content for cell in value.__closure__ or () if (content := _cell_content(cell)) is not _EMPTY)
+        yield from (value.__defaults__, value.__kwdefaults__)
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, weakref.ref):
@@ -539,7 +554,21 @@ def copy_with_tensors(model: nn.Module, replace: Callable[[str, torch.Tensor], t
             made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             vars(made).update(vars(tensor))
             memo[id(tensor)] = made
-    return copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, memo)
+    _let_hooks_read_copies(model, memo)
+    return twin
+
+
+def _let_hooks_read_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
+    """Let hooks of a deep copy of `model` that close over a module or tensor read its copy: functions are shared.
+
+    `copies` is deepcopy's memo.
+    """
+    for owner in filter(None, (copies.get(id(each)) for each in model.modules())):
+        for hooks in (owner._forward_hooks, owner._forward_pre_hooks):
+            if functions := {key: hook for key, hook in hooks.items() if not isinstance(hook, types.MethodType)}:
+                copier = ModuleTreeCopy.with_copies(model, [*functions.values()], copies)
+                hooks.update({key: copier.copied(hook) for key, hook in functions.items()})
 
 
 def copy_without_values(
@@ -557,6 +586,7 @@ def copy_without_values(
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(value, name in trained) if is_parameter else value
     vars(twin).update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
+    _let_hooks_read_copies(module, memo)
     return twin
 
 

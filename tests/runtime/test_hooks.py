@@ -68,6 +68,16 @@ def on_the_forward(model: Any) -> None:
     model.down.register_forward_hook(lambda module, inputs, output: output + 1)
 
 
+def with_another_layer(model: Any) -> None:
+    """Hooks that close over the model, and have it as a default."""
+
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return output * model.down.bias.sum()
+
+    model.up.register_forward_hook(hook)
+    model.down.register_forward_pre_hook(lambda module, inputs, own=model: inputs[0] + own.up.weight.mean())
+
+
 def before_the_backward(model: Any) -> None:
     model.register_full_backward_pre_hook(doubled)
 
@@ -76,7 +86,7 @@ def on_the_backward(model: Any) -> None:
     model.register_full_backward_hook(doubled)
 
 
-ALL = [on_a_parameter, on_an_output, on_the_forward, before_the_backward, on_the_backward]
+ALL = [on_a_parameter, on_an_output, on_the_forward, with_another_layer, before_the_backward, on_the_backward]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -88,7 +98,10 @@ def test_hooks_run_as_on_one_device(register: Hooked, late: bool) -> None:
     parallel = compiled(model) if late else None
     register(model if parallel is None else parallel)
     parallel = parallel or compiled(model)
-    for _ in range(2):
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in (*alone.parameters(), *parallel.parameters()):
+                parameter.mul_(0.9)  # no step has its values as constants
         x, mine = X.clone().requires_grad_(), X.clone().requires_grad_()
         alone(x).backward()
         parallel(mine).backward()
