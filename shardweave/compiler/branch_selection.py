@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -169,7 +169,8 @@ class Selection:
             self.select_written(old, before)
             if any(_state(node) != before.get(node, _state(node)) for node in old):
                 raise NoSelectionError
-            self.gate_inputs(old, self.sides)
+            for side in self.sides:
+                self.gate_inputs(old, side, side.nodes)
             lists = [[values for values, _ in side.effects.appended] for side in self.sides]
             if len(lists[0]) != len(lists[1]) or any(one is not other for one, other in zip(*lists, strict=True)):
                 raise NoSelectionError
@@ -235,7 +236,7 @@ class Selection:
         # not a number where a derivative is infinite.
         storages = {storage for node in old for storage in _storages(node.meta["example_value"])}
         same, empty = dict[fx.Node, fx.Node](), {node for node in old if none.has_none(node)}
-        is_gated = False
+        others, is_gated = list[fx.Node](), False
         for node in side.nodes:
             none.note_rows(node)
             value = node.meta.get("example_value")
@@ -247,8 +248,12 @@ class Selection:
                 if not isinstance(base, fx.Node) or base in empty or _name(node).strip("_") not in _BY_INDEX:
                     return False
                 same[node] = same.get(base, base)
-            elif any(leaf.requires_grad for leaf in leaves) and not _storages(leaves) <= storages:
-                is_gated = True
+            elif leaves:
+                others.append(node)
+                is_gated |= any(leaf.requires_grad for leaf in leaves) and not _storages(leaves) <= storages
+        inputs = {arg for node in others for arg in node.all_input_nodes}
+        if is_gated and any(arg in same or _storages(arg.meta.get("example_value")) & side.written for arg in inputs):
+            return False
         # 2. It writes by these rows alone.
         masks = [mask.meta["example_value"] for mask in none.masks]
         for write in side.effects.writes:
@@ -288,7 +293,7 @@ class Selection:
         except NoSelectionError:
             return False
         if is_gated:
-            self.gate_inputs(old, [side])
+            self.gate_inputs(old, side, others)
         self.append([values for values, _ in one], [each for _, each in one])
         for values, _ in one if not is_alike else ():
             _let_be_concatenated(values)
@@ -344,17 +349,15 @@ class Selection:
             self.call("call_method", "copy_", proxy, value.as_proxy())
             before.update((node, _state(node)) for node in names)
 
-    def gate_inputs(self, old: list[fx.Node], sides: Sequence[_Side]) -> None:
-        """Let gradients enter these sides only where they are taken."""
-        known = {*old}
-        for side in sides:
-            is_target = side is self.sides[1]
-            for node in dict.fromkeys(arg for user in side.nodes for arg in user.all_input_nodes if arg in known):
-                if node.meta["example_value"].requires_grad:
-                    proxy = fx.Proxy(node, self.output.current_tracer)
-                    gate = self.gated(proxy, is_target == self.jumps_if, side.nodes[0]).node
-                    for user in side.nodes:
-                        user.replace_input_with(node, gate)
+    def gate_inputs(self, old: list[fx.Node], side: _Side, users: list[fx.Node]) -> None:
+        """Let gradients enter these nodes of a side only where it is taken."""
+        known, is_target = {*old}, side is self.sides[1]
+        for node in dict.fromkeys(arg for user in users for arg in user.all_input_nodes if arg in known):
+            if node.meta["example_value"].requires_grad:
+                proxy = fx.Proxy(node, self.output.current_tracer)
+                gate = self.gated(proxy, is_target == self.jumps_if, side.nodes[0]).node
+                for user in users:
+                    user.replace_input_with(node, gate)
 
     def where(self, one: fx.Proxy, other: fx.Proxy) -> Any:
         """What the condition selects of the values of the first side and the other."""
@@ -548,8 +551,8 @@ def _is_written(value: Any, since: fx.Node) -> bool:
     for node in itertools.takewhile(lambda node: node is not since, reversed(since.graph.nodes)):
         name = _name(node)
         in_place = name == "setitem" or name.endswith("_") or name in _IN_PLACE_OPERATORS or "out" in node.kwargs
-        given = [arg.meta.get("example_value") for arg in node.all_input_nodes]
-        if in_place and storages & _storages(given):
+        given = [each for each in (*node.args[:1], node.kwargs.get("out")) if isinstance(each, fx.Node)]
+        if in_place and storages & _storages([each.meta.get("example_value") for each in given]):
             return True
     return False
 

@@ -355,6 +355,19 @@ class Mixture(nn.Module):
                 result.index_add_(0, rows, expert(x[rows]))
         return result
 
+    def beside(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """What is computed beside the rows, and reads what they are added to, is gated; the rest is not."""
+        hidden = self.other(x)
+        result, other = hidden * 2, hidden * 3
+        for index, expert in enumerate(self.experts):
+            mask = chosen == index
+            if mask.sum().item() > 0:
+                result = result.index_add(0, mask.nonzero().squeeze(-1), hidden.sin()[mask] * expert(x[mask]))
+                other[mask] += expert(x[mask]) * hidden.cos()[mask]
+            if mask.any():
+                result = result.index_add(0, mask.nonzero().squeeze(-1), result.cos()[mask])
+        return result * other
+
     def changed(self, x: Tensor, chosen: Tensor) -> Tensor:
         """A mask that is written after it was found to have no true element selects rows."""
         result = torch.zeros_like(x)
@@ -436,7 +449,7 @@ def test_a_selection_without_rows_needs_no_branch() -> None:
     assert codes[0] == codes[1]
 
 
-@pytest.mark.parametrize("kind", ["some_rows", "negative", "infinite", "changed", "bounded"])
+@pytest.mark.parametrize("kind", ["some_rows", "negative", "infinite", "beside", "changed", "bounded"])
 def test_rows_that_are_skipped_change_nothing(kind: str) -> None:
     model = Mixture(kind).to(DTYPE)
     x = torch.randn(6, 8, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
