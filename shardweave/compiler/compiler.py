@@ -281,12 +281,16 @@ class Compiler:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def compile(
-        self, model: nn.Module, plan: Plan | None, into: nn.Module | None, unset: Collection[str]
+        self,
+        model: nn.Module,
+        plan: Plan | None,
+        into: nn.Module | None = None,
+        unset: Collection[str] | None = None,
     ) -> ParallelModule:
         """The parallel module of the captured `model` with this plan, or with the best one. Collective.
 
         The module `into`, where there is one, becomes the parallel module. Rank 0 has values of all tensors but those
-        that are `unset`; other ranks may have them on the meta device.
+        that are `unset`, by default those on the meta device; other ranks may have more tensors there.
         """
         chosen = plan or self.agreed_plan()
         self.steps.priced.clear()  # they are large, and what is trained is not planned again
