@@ -43,7 +43,9 @@ _SHARED = (
     str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType, torch.dtype,
     torch.device, torch.Generator, fx.Graph, fx.Node,
 )  # fmt: skip
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Hooks of modules and of tensors, by their attributes."""
 _MODULE_DICTS = frozenset(vars(nn.Module()))
 """Attributes of every module: its tensors, submodules and hooks by name."""
 
@@ -323,7 +325,7 @@ as before. Make the change on the model and compile it again
 
 def _hook_keys(module: nn.Module) -> tuple[int, ...]:
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return tuple(key for hooks in kinds for key in hooks) if any(kinds) else ()
+    return tuple(key for hooks in kinds for key in hooks) if any(kinds) else ()  # read in each call
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -331,7 +333,7 @@ def _hooks(module: nn.Module) -> list[Any]:
     flags = "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"
     return [
         (kind, hook, *(key in getattr(module, flag) for flag in flags))
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        for kind in _MODULE_HOOKS
         for key, hook in getattr(module, kind).items()
     ]
 
@@ -565,7 +567,7 @@ def _let_hooks_read_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
     `copies` is deepcopy's memo.
     """
     for owner in filter(None, (copies.get(id(each)) for each in model.modules())):
-        for hooks in (owner._forward_hooks, owner._forward_pre_hooks):
+        for hooks in (getattr(owner, kind) for kind in _MODULE_HOOKS):
             if functions := {key: hook for key, hook in hooks.items() if not isinstance(hook, types.MethodType)}:
                 copier = ModuleTreeCopy.with_copies(model, [*functions.values()], copies)
                 hooks.update({key: copier.copied(hook) for key, hook in functions.items()})

@@ -76,6 +76,7 @@ def with_another_layer(model: Any) -> None:
 
     model.up.register_forward_hook(hook)
     model.down.register_forward_pre_hook(lambda module, inputs, own=model: inputs[0] + own.up.weight.mean())
+    model.down.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * (1 + model.up.bias.sum()),))
 
 
 def before_the_backward(model: Any) -> None:
