@@ -170,10 +170,11 @@ def saved_by_another_rank() -> None:
             read = torch.load(io.BytesIO(content), weights_only=True)
             theirs = mesh.mesh.coordinates(rank)
             same = all(theirs[axis.name] == parallel.sharding.coordinates[axis.name] for axis in layout.shard_axes)
-            state = {"weight": read}
+            state, module = {"weight": read}, nn.Module()
+            module.register_buffer("weight", parallel)
             refusal = pytest.raises(ParallelError, match=f"that rank {rank} has saved")
             with contextlib.nullcontext() if same else refusal:
-                shard_state_dict(state, "", {"weight": layout}, mesh)
+                shard_state_dict(state, "", module, mesh)
                 assert torch.equal(read._local_tensor, parallel._local_tensor), name
 
 
