@@ -28,8 +28,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-INDEX = "_Index"
-"""The class of what `branches_selected` makes of a list whose length depends on values"""
 CHANGED_PARAMETER = "a branch on a tensor changes a parameter that is trained"
 LISTED = "a list of selections, some of which have no rows and are not appended then, is used other than by torch.cat"
 
@@ -575,6 +573,7 @@ def _is_variable(variable: Any, *kinds: str) -> bool:
 
 
 def constant(value: Any) -> Any:
+    """Dynamo's variable of a value that is known while tracing."""
     dynamo: Any = torch._dynamo
     return dynamo.variables.ConstantVariable.create(value)
 
@@ -708,7 +707,7 @@ def _let_be_concatenated(values: Any) -> None:
             self.__class__ = own
 
     def as_python_constant(self: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # so says Dynamo of a list that is not constant
 
     members: dict[str, Any] = {"items": property(refuse), "call_method": call_method, "__repr__": object.__repr__}
     values.__class__ = type(_CONCATENATED, (kind,), members | {"as_python_constant": as_python_constant})

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardweave.compiler.branch_selection import (
-    INDEX,
     LEAVE,
     NoSelectionError,
     Selection,
@@ -42,6 +41,8 @@ from shardweave.compiler.branch_selection import (
 
 _BRANCHES = [f"POP_JUMP_{way}IF_{value}" for way in ("", "FORWARD_", "BACKWARD_") for value in ("TRUE", "FALSE")]
 Jump = Callable[[Any, Any], None]
+_INDEX = "_Index"
+"""The class of what `branches_selected` makes of a list whose length depends on values."""
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def branches_traced(form: Callable[[Any, Any, bool, Jump], None]) -> Iterator[No
         jumps_if = name.endswith("TRUE")
 
         def branch(self: Any, instruction: Any) -> None:
-            if type(self.stack[-1]).__name__ == INDEX:
+            if type(self.stack[-1]).__name__ == _INDEX:
                 self.stack[-1] = self.stack[-1].sq_length(self)
             if isinstance(self.stack[-1], dynamo.variables.SymNodeVariable):
                 self.stack[-1] = _known_or_tensor(self, self.stack[-1])
