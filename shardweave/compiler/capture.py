@@ -286,13 +286,9 @@ def backward_hooks_as_tensor_hooks(model: nn.Module) -> None:
             module.register_forward_hook(_calling(hooks, pre_hooks))
 
 
-def _wants(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
-
-
 def _as_own_tensors(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a module as tensors whose gradients are those of this call alone."""
-    return tuple(arg.view_as(arg) if _wants(arg) else arg for arg in args)
+    return tuple(arg.view_as(arg) if wants_gradient(arg) else arg for arg in args)
 
 
 def _calling(hooks: tuple[Any, ...], pre_hooks: tuple[Any, ...]) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
@@ -306,8 +302,8 @@ def _calling(hooks: tuple[Any, ...], pre_hooks: tuple[Any, ...]) -> Callable[[nn
 
     def on_outputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         outputs = (*output,) if isinstance(output, tuple) else (output,)
-        inputs = [index for index, arg in enumerate(args) if _wants(arg)]
-        places = [index for index, each in enumerate(outputs) if _wants(each)]
+        inputs = [index for index, arg in enumerate(args) if wants_gradient(arg)]
+        places = [index for index, each in enumerate(outputs) if wants_gradient(each)]
         if not places:
             return None
         if (hooks and len(inputs) > 1) or (len(places) > 1 and (pre_hooks or not inputs)):
