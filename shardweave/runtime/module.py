@@ -169,10 +169,10 @@ class ParallelModule(nn.Module):
 
     Every rank of the running ``torch.distributed`` world makes one, and all ranks call it together. Parameters are
     DTensors, sharded as the plan says, under the model's own names, with rank 0's values. A model on the meta device
-    makes parameters without values, which `load_state_dict` fills. Any ``torch.optim`` optimizer takes them. A call
-    takes the global batch or this rank's part of it, or with ``batch="local"`` samples of this rank's own. The gradient
-    of a loss that the model computes is that of the global batch. Losses computed outside, from this rank's part of
-    the outputs, are averaged over the ranks that have other parts.
+    makes parameters without values, which `load_state_dict` or `torch.nn.init` fill. Any ``torch.optim`` optimizer
+    takes them. A call takes the global batch or this rank's part of it, or with ``batch="local"`` samples of this
+    rank's own. The gradient of a loss that the model computes is that of the global batch. Losses computed outside,
+    from this rank's part of the outputs, are averaged over the ranks that have other parts.
 
     Parameters
     ----------
@@ -208,6 +208,8 @@ class ParallelModule(nn.Module):
         The call that the step is for, in words.
     recompile : Recompile, optional
         Compiles steps for calls with other inputs, or in another mode. Without it such calls are refused.
+    unset : collection of str, optional
+        The names of the tensors that rank 0 has no values of; by default those of `model` on the meta device.
 
     Raises
     ------
