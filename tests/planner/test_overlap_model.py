@@ -19,7 +19,7 @@ from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import Traffic
 from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.overlap_model import Windows
-from shardweave.planner.problem.problem import Problem
+from shardweave.planner.problem.problem import Candidate, Op, Problem
 from shardweave.planner.problem.space import Space
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.evaluation import decision
@@ -81,6 +81,26 @@ def test_what_hides_costs_nothing_but_what_it_slows_down_until_its_links_are_ful
         if moved:
             streams.wait(transfer)
         assert forward.max() == pytest.approx(streams.now)
+
+
+def test_what_is_reduced_once_a_step_hides_behind_the_last_backward_alone() -> None:
+    """And copies of states that are gathered once a step hide behind the first forward."""
+    windows = Windows(["gpu"], micro_batches=4)
+    gathers, reductions = np.array([[[0.0, 2.0, 0.0], [0.0] * 3], [[0.0] * 3, [0.0, 3.0, 0.0]]])
+    costs = windows.computed(4.0, 8.0) + windows.once(windows.hidden(gathers) + windows.hidden(reductions))
+    problem = Problem((Op("only", (Candidate("one", 0.0, loads=tuple(windows.loads(costs))),)),), windows=windows.names)
+    assert problem.objective((0,)) == max(1.0, 2.0) + max(2.0, 3.0) + 3.0 + 6.0
+    every = windows.computed(4.0, 8.0) + windows.hidden(gathers) + windows.hidden(reductions)
+    other = Problem((Op("only", (Candidate("one", 0.0, loads=tuple(windows.loads(every))),)),), windows=windows.names)
+    assert other.objective((0,)) == 12.0  # what each micro-batch does hides in all of them
+
+
+def test_micro_batches_that_reduce_once_are_priced_as_they_are_simulated() -> None:
+    """Reductions take longer than the last backward. As if they hid behind all of them the step was priced at 108 ms."""
+    compiler, _ = costed_on("rtx3090-pcie", 2)
+    asked = replace(OPTIONS, force={"*": "dp"}, micro_batches=8, sub_batches=1, recompute="none", buckets=False)
+    plan = compiler.with_(options=asked).plan()
+    assert plan.program_time == pytest.approx(plan.step_time, rel=0.05)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -93,7 +93,7 @@ class ProblemBuilder:
         overlap = options.overlap
         merged_bytes = all_gradient_bytes if overlap.buckets is True else 0  # merges of small ones are not priced
         self.prices = Prices(self.mesh, cluster, overlap.quantize, merged_bytes)
-        self.windows = Windows.of(cluster, self.prices.levels, overlap)
+        self.windows = Windows.of(cluster, self.prices.levels, overlap, options.micro_batch_count)
         self.facts = Facts(annotated, cluster)
         self.variables: list[Variable] = []
         self.follows: dict[fx.Node, int] = {}

@@ -190,7 +190,7 @@ def price_op(
     by_strategy = computed[:, :, port_of]
     for index, strategy in enumerate(strategies):
         if strategy.slices > 1:
-            by_strategy[:, 0, index] += _in_slices(op, strategy, ports[port_of[index]], prices, sub_batches)
+            by_strategy[:2, 0, index] += _in_slices(op, strategy, ports[port_of[index]], prices, sub_batches)
     # 2. What its parameters move and hold: its own, and its companions, which every device uses whole.
     used = {port: op.compute_layout(strategy, mesh) for port, strategy in zip(port_of, strategies)}
     batches = [_batch_axes(op, assignments) for assignments in ports]
@@ -299,7 +299,8 @@ def _held(
     )
     costs = windows.none(len(stages))
     for traffic, forward, backward, alone in moves:
-        costs += windows.moved(traffic, np.stack([forward, backward]), alone)
+        moving = windows.moved(traffic, np.stack([forward, backward]), alone)
+        costs += windows.once(moving) if traffic in ("broadcast", "reduce") else moving
     optimizer = [optimizer_loads(int(size), parameters.optimizer_bytes / sizes.master, prices.cluster)
                  for size in owning * sizes.master]  # fmt: skip
     # What is computed again shares the backward's gather of a whole parameter, but gathers slices again

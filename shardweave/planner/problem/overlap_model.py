@@ -24,6 +24,10 @@ What an op gathers that no other comes before, or reduces at the end of the back
 beside it (`op_costs.Ends`). So is what `Ablation.blocking` names. The optimizer's step is a window of its own: the host
 and the device's memory work at once.
 
+Of several micro-batches, copies of the states are gathered in the first forward alone, and gradients that are summed
+over all of them are reduced in the last backward alone. These two are windows, and what the others take together are
+two more.
+
 With ``x[o, c]`` and ``t[w]`` as in `solver`, and sums over all ops and edges:
 
 ===============================================================  ==============================  =====================
@@ -33,6 +37,8 @@ t[forward] >= waited on l + hidden on l          for a level l   `Windows.loads`
 + slowdown (1 - 1 / drag) compute
 t[backward] >= the same of the backward, with what is            `Windows.loads`,                Oases 4 to 6
 recomputed                                                       `step_choices.with_modes`
+t[first forward], t[last backward], t[other forwards],           `Windows.loads`
+t[other backwards] >= the same, of several micro-batches
 t[optimizer] >= host, t[optimizer] >= memory                     `op_costs.price_op`
 hidden in the forward: gathers from states to copies, and to     `op_costs.price_op`             AMSP 1 to 4, OSDP 1
 where they are used; in the backward: the latter once more
@@ -59,8 +65,9 @@ from shardweave.planner.problem.resharding_costs import Links
 Floats = NDArray[np.float64]
 
 Costs = NDArray[np.float64]
-"""Seconds by pass, and by kind: compute; of each level what is waited for; of each level what hides; of each level how
-long collectives that cross an outer one keep its links busy."""
+"""Seconds by pass, and by kind. The passes: the forwards and the backwards of all micro-batches; what of the first
+forward and of the last backward there is once a step. The kinds: compute; of each level what is waited for; of each
+level what hides; of each level how long collectives that cross an outer one keep its links busy."""
 
 OPTIMIZER = "host", "memory"
 """The streams of the optimizer's window."""
@@ -79,6 +86,8 @@ class Windows:
         Another sub-batch computes while one waits for activations.
     blocking : collection of Traffic
         What is waited for instead of hiding.
+    micro_batches : int
+        Forwards and backwards of a step.
 
     Examples
     --------
@@ -96,23 +105,26 @@ class Windows:
     drag: float = 1.0
     has_sub_batches: bool = False
     blocking: Collection[Traffic] = ()
+    micro_batches: int = 1
 
     @classmethod
-    def of(cls, cluster: Cluster, levels: Sequence[str], overlap: OverlapConfig) -> Windows:
+    def of(cls, cluster: Cluster, levels: Sequence[str], overlap: OverlapConfig, micro_batches: int) -> Windows:
         """Those of a step on a cluster."""
         device = cluster.device
         slowdowns = device.overlap_slowdown, device.collective_slowdown
-        return cls(levels, *slowdowns, overlap.sub_batches > 1, overlap.ablation.blocking)
+        return cls(levels, *slowdowns, overlap.sub_batches > 1, overlap.ablation.blocking, micro_batches)
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """The streams of each window: `Problem.windows`."""
-        passes = ("forward", "backward")
+        passes = ["forward", "backward"]
+        if self.micro_batches > 1:
+            passes = ["first forward", "last backward", "other forwards", "other backwards"]
         return *((way, *(f"{way} on {level}" for level in self.levels)) for way in passes), OPTIMIZER
 
     def none(self, *shape: int) -> Costs:
         """No costs."""
-        return np.zeros((2, 1 + 3 * len(self.levels), *shape))
+        return np.zeros((4, 1 + 3 * len(self.levels), *shape))
 
     def computed(self, forward: Floats | float, backward: Floats | float) -> Costs:
         """Of compute."""
@@ -123,14 +135,18 @@ class Windows:
     def waited(self, links: Links) -> Costs:
         """Of collectives that are waited for: those of the forward, and those of the backward."""
         found, count = self.none(*links.shape[2:]), len(self.levels)
-        found[:, : 1 + count], found[:, 1 + 2 * count :] = links[:, : 1 + count], links[:, 1 + count :]
+        found[:2, : 1 + count], found[:2, 1 + 2 * count :] = links[:, : 1 + count], links[:, 1 + count :]
         return found
 
     def hidden(self, links: Links) -> Costs:
         """Of collectives that hide."""
         found = self.none(*links.shape[2:])
-        found[:, 0], found[:, 1 + len(self.levels) :] = links[:, 0], links[:, 1:]
+        found[:2, 0], found[:2, 1 + len(self.levels) :] = links[:, 0], links[:, 1:]
         return found
+
+    def once(self, costs: Costs) -> Costs:
+        """Of what is done once a step: in the first forward, or in the last backward."""
+        return np.concatenate([np.zeros_like(costs[:2]), costs[:2]])
 
     def activations(self, links: Links, whole_batch: bool = False, beside: Floats | float = 0.0) -> Costs:
         """Of collectives of activations: they hide where another sub-batch computes meanwhile.
@@ -153,7 +169,11 @@ class Windows:
 
     def loads(self, costs: Costs) -> Floats:
         """The seconds on each stream of each window, in the order of `names`: none on those of the optimizer."""
-        each = np.einsum("sk,pk...->ps...", self._streams, costs)
+        count, (every, once) = self.micro_batches, (costs[:2], costs[2:])
+        passes = every / count + once
+        if count > 1:
+            passes = np.concatenate([passes, (count - 1) / count * every])
+        each = np.einsum("sk,pk...->ps...", self._streams, passes)
         loads = each.reshape(-1, *costs.shape[2:])
         return np.concatenate([loads, np.zeros((len(OPTIMIZER), *costs.shape[2:]))])
 
