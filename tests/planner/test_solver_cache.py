@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import pytest
 
 from shardweave.planner.problem.problem import Candidate, Op, Problem
@@ -13,6 +14,7 @@ from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search import solver_cache as solver
 from shardweave.planner.search.solver_cache import CachedSolver
 from shardweave.planner.solver.solver import solve
+from tests.planner.problems import brute_force, problems
 
 FAST, SMALL = Candidate("fast", 1.0, state_bytes=8), Candidate("small", 1.5, state_bytes=4)
 
@@ -70,3 +72,23 @@ def test_a_bound_is_of_what_fits() -> None:
     none = replace(tight, problem=replace(tight.problem, memory_limit=7))
     given.expects(none, none)
     assert given.bound(none, none) == math.inf
+
+
+def test_of_choices_that_are_as_fast_the_one_is_taken_that_moves_least() -> None:
+    """Up to a thousandth: what hides behind compute is free in the program, but less of it may hide in the step."""
+    much, little = (Candidate(f"moves {moved}", 0.0, loads=(1.0, moved)) for moved in (0.9, 0.2))
+    slower = Candidate("moves nothing", 0.0, loads=(1.01, 0.0))
+    problem = Problem((Op("first", (much, little, slower)), Op("second", (slower, much, little))),
+                      windows=(("way", "link"),))  # fmt: skip
+    assert solver.simplified(problem, (), (0, 1)) == (1, 2)
+    nearly = Candidate("moves nothing", 0.0, loads=(1.0005, 0.0))
+    assert solver.simplified(Problem((Op("only", (much, nearly)),), windows=problem.windows), (), (0,)) == (1,)
+
+
+@hypothesis.given(problems())
+def test_what_is_made_simpler_fits_and_is_hardly_slower(problem: Problem) -> None:
+    least = brute_force(problem)
+    hypothesis.assume(least is not None)
+    found = CachedSolver(10.0).solve(Costed(problem, [])).choice
+    tolerance = (1 + solver.MAX_SLOWDOWN_LESS_LOADED) * (1 + solver.MAX_SLOWDOWN)
+    assert least is not None and problem.feasible(found) and problem.objective(found) <= least * tolerance + 1e-11
