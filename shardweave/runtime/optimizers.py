@@ -136,12 +136,13 @@ def can_run_on_parts(optimizer: torch.optim.Optimizer) -> bool:
     for parameter in parameters:
         if isinstance(parameter, ParallelTensor):
             state = optimizer.state.get(parameter, {})
-            values = [value for value in (parameter.grad, *state.values()) if isinstance(value, torch.Tensor)]
-            lie_alike = all(_lies_as(value, parameter) for value in values if value.dim())
             part = id(parameter._local_tensor)
             # Of a number, a new state could not be told from what counts steps
-            if parameter.view_of or not lie_alike or part in parts or not (parameter.dim() or state):
+            if parameter.view_of or part in parts or not (parameter.dim() or state):
                 return False
+            for value in (parameter.grad, *state.values()):
+                if isinstance(value, torch.Tensor) and value.dim() and not _lies_as(value, parameter):
+                    return False
             parts.add(part)
     return True
 
@@ -157,7 +158,7 @@ def _lies_as(value: torch.Tensor, parameter: ParallelTensor) -> bool:
 @contextmanager
 def on_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """This rank's parts in the place of an optimizer's parameters, gradients and states; put back at the end."""
-    parts: dict[ParallelTensor, torch.Tensor] = {}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     lists = [group["params"] for group in optimizer.param_groups]
     states = optimizer.state
     # 1. The parts of the parameters, with gradients
@@ -167,11 +168,12 @@ def on_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for parameter in group["params"]:
             part = parameter
             if isinstance(parameter, ParallelTensor):
-                part = parts[parameter] = parameter._local_tensor
-                part.grad = None if parameter.grad is None else _part(parameter.grad)
-            if parameter in states:
-                local_states[part] = {key: _part(value) for key, value in states[parameter].items()}
+                part, gradient = parameter._local_tensor, parameter.grad
+                part.grad = None if gradient is None else _part(gradient)
+            if (state := states.get(parameter)) is not None:
+                local_states[part] = {key: _part(value) for key, value in state.items()}
             local_parameters.append(part)
+            pairs.append((parameter, part))
         group["params"] = local_parameters
     optimizer.state = local_states
     try:
@@ -181,12 +183,12 @@ def on_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state = states
         for group, parameters in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
-        for parameter in (parameter for parameters in lists for parameter in parameters):
-            part = parts.get(parameter, parameter)
-            if part in local_states:
-                states[parameter] = _whole_state(local_states[part], states.get(parameter, {}), parameter)
-        for parameter, part in parts.items():
-            if part.grad is not None:
+        for parameter, part in pairs:
+            if (local := local_states.get(part)) is not None:
+                before = states.get(parameter, {})
+                if before.keys() != local.keys() or any(_part(before[key]) is not local[key] for key in local):
+                    states[parameter] = _whole_state(local, before, parameter)
+            if part is not parameter and part.grad is not None:
                 torch.autograd.graph.increment_version(parameter)
                 part.grad = None
 
