@@ -635,7 +635,9 @@ class _StepFunction(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         executor: Executor = ctx.executor
         _check_backward(executor, tangents, ctx.saved, ctx.syncs, ctx.frozen)
-        if ctx.versions != _versions([*ctx.parameters, *ctx.inputs]):
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = _versions([*ctx.parameters, *ctx.inputs])
+        if ctx.versions != versions:
             raise ParallelError(
                 "a parameter or an input was changed in place between forward and backward, so the gradients would "
                 "belong to neither value: call backward before optimizer.step(), and before inputs are written to"

@@ -443,9 +443,9 @@ class ParallelModule(nn.Module):
             modes, now = self._modes(), self._bound_step
             # One whose structure has changed, or that lacks a parameter now, tells nothing of what is trained.
             whole = now.structure == modes[_STRUCTURE] and not now.lacks()
-            parameters = self._execute.parameters() if whole else [*self.parameters()]
             leaves = tree_leaves((args, kwargs))
             with torch._C.DisableTorchFunctionSubclass():
+                parameters = self._execute.parameters() if whole else [*self.parameters()]
                 trains = any(map(wants_gradient, (*parameters, *leaves)))
                 wanted = CallSignature.of(recompile.signature, args, kwargs, modes, trains)
                 step = self._known.get(wanted)
