@@ -236,12 +236,16 @@ def find_ops(captured: Captured, classes: Classes) -> list[Op]:
     """The ops of a captured and annotated step, in the order of their first forward node.
 
     A product of two parameters is the op of the first. The second becomes a companion of an op, as biases do, unless it
-    has another product of its own. In a model that contracts no parameter, the ops that read one with an input count.
+    has another product of its own. In a model that contracts no parameter, the ops that read one with an input count;
+    else those that read what `torch.stack` and `torch.cat` make of several.
     """
-    return _find_ops(captured, classes) or _find_ops(captured, classes, contracted_only=False)
+    for contracted_only, joined in (True, False), (False, False), (False, True):
+        if found := _find_ops(captured, classes, contracted_only, joined):
+            return found
+    return []
 
 
-def _find_ops(captured: Captured, classes: Classes, contracted_only: bool = True) -> list[Op]:
+def _find_ops(captured: Captured, classes: Classes, contracted_only: bool, joined: bool) -> list[Op]:
     graph = captured.graph.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
     batches, _ = batch_classes(captured, classes)
@@ -259,7 +263,7 @@ def _find_ops(captured: Captured, classes: Classes, contracted_only: bool = True
     taken: set[fx.Node] = set()
     for name, node in placeholders.items():
         # 1. Find the nodes that contract the parameter or compute its gradient.
-        roles = _roles(node, gradients.get(name), classes, batches, from_inputs, contracted_only)
+        roles = _roles(node, gradients.get(name), classes, batches, from_inputs, contracted_only, joined)
         roles = [role for role in roles if role.node not in taken]
         uses = [position[user] for user in users_through_views(node)]
         first_use[name] = min(uses, default=len(position))
@@ -275,8 +279,8 @@ def _find_ops(captured: Captured, classes: Classes, contracted_only: bool = True
                  for dim, names in enumerate(labels.outputs[0]) for index, factor in enumerate(names)}  # fmt: skip
         present = {factor for dims in bound.outputs for names in dims for factor in names}
         lookup = dict(main.atoms)
-        free = [atom for atom in sizes if classes.of[main.node, lookup[atom]] not in classes.blocked]
-        splittable = [atom for atom in sizes if not bound.factor(lookup[atom]).blocked]
+        free = [atom for atom in lookup if classes.of[main.node, lookup[atom]] not in classes.blocked]
+        splittable = [atom for atom in lookup if not bound.factor(lookup[atom]).blocked]
         outputs = [atom for atom in splittable if lookup[atom] in present]
         rule = find_rule(main.node)
         picked = rule.owned if rule is not None else {}
@@ -340,7 +344,8 @@ def _gradient_nodes(captured: Captured) -> dict[str, fx.Node]:
     return {name: value for name, value in zip(captured.gradients, tail) if isinstance(value, fx.Node)}
 
 
-Labels = list[list[Atom]]
+Labels = list[list[Atom | None]]
+"""The atoms of the parameter in each dimension of a value; None of a loop that is no loop of the parameter."""
 
 
 def _roles(
@@ -350,11 +355,13 @@ def _roles(
     batches: frozenset[int],
     from_inputs: set[fx.Node],
     contracted_only: bool,
+    joined: bool,
 ) -> list[Role]:
     """The nodes that contract the parameter or compute its gradient, and which of their factors are its atoms.
 
     The parameter may also be contracted after elementwise ops (a mask, fake quantization). Unless `contracted_only`,
-    nodes that read it together with the batch count as well.
+    nodes that read it together with the batch count as well. With `joined`, other ops of parameters alone
+    (`torch.cat`) may be between too: the loops that they keep are followed.
     """
     bound = info(parameter).rule
     assert bound is not None
@@ -364,7 +371,8 @@ def _roles(
     def add(node: fx.Node, dims: Sequence[Sequence[str]], meaning: Labels) -> None:
         rule, own = info(node).rule, find_rule(node)
         assert rule is not None and own is not None
-        atoms = {atom: factor for names, atoms in zip(dims, meaning) for factor, atom in zip(names, atoms)}
+        pairs = [pair for names, atoms in zip(dims, meaning) for pair in zip(names, atoms)]
+        atoms = {atom: factor for factor, atom in pairs if atom is not None}
         rows = tuple(
             factor.name
             for factor in rule.factors
@@ -383,7 +391,7 @@ def _roles(
             if user.op == "output" or rule is None:
                 continue
             if is_view(user):
-                forward(user, _through(rule.inputs[0], rule.outputs[0], meaning), is_computed)
+                forward(user, _through(rule.inputs[0], rule.outputs[0], meaning, others=joined), is_computed)
                 continue
             if find_rule(user) is None:
                 continue  # it is replicated on every device: there is nothing to decide
@@ -394,11 +402,16 @@ def _roles(
                 if argument is not value or list(map(len, dims)) != list(map(len, meaning)):
                     continue
                 reads_inputs = user in from_inputs  # a norm of the parameters, for one, does not
-                if reads_inputs and (contracts or not contracted_only) or contracts and not is_computed:
+                # `torch.cat` sums over nothing: the loop that it drops is blocked.
+                sums = any(name not in outside and not rule.factor(name).blocked for name in inside)
+                if reads_inputs and (contracts or not contracted_only) or sums and not is_computed:
                     add(user, dims, meaning)
                 elif dims == rule.outputs[0] and not reads_inputs and user not in passed:
                     passed.add(user)
                     forward(user, meaning, is_computed=True)
+                elif joined and not reads_inputs and user not in passed and len(rule.outputs) == 1:
+                    passed.add(user)
+                    forward(user, _through(dims, rule.outputs[0], meaning, others=True), is_computed=True)
 
     # 2. Back from the gradient, through views and sums, to the ops that compute it.
     def back(value: fx.Node, meaning: Labels) -> None:
@@ -427,9 +440,12 @@ def _sums(node: fx.Node) -> bool:
     return rule is not None and rule.kind == "sum" and len(tensor_args(node)) > 1
 
 
-def _through(source: Sequence[Sequence[str]], target: Sequence[Sequence[str]], meaning: Labels) -> Labels:
+def _through(
+    source: Sequence[Sequence[str]], target: Sequence[Sequence[str]], meaning: Labels, others: bool = False
+) -> Labels:
+    """The labels of what an op makes of a labelled value; unless `others`, without the loops that are not its own."""
     lookup = {name: atom for names, atoms in zip(source, meaning) for name, atom in zip(names, atoms)}
-    return [[lookup[name] for name in names if name in lookup] for names in target]
+    return [[lookup.get(name) for name in names if others or name in lookup] for names in target]
 
 
 def matches(pattern: str, op: Op) -> bool:

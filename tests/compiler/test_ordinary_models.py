@@ -144,13 +144,47 @@ class Elementwise(nn.Module):
         return self.norm(x * self.scale).sin().pow(2).mean()
 
 
+class Stacked(nn.Module):
+    """Experts whose weights meet the batch as one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 12) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, biases = (torch.stack([getattr(each, name) for each in self.experts]) for name in ("weight", "bias"))
+        return (torch.einsum("bi,eoi->beo", x, weights) + biases).tanh().square().mean()
+
+
+class Concatenated(nn.Module):
+    """Two products computed as one, as of queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 4), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.query, self.key
+        weight, bias = (torch.cat([getattr(each, name) for each in both]) for name in ("weight", "bias"))
+        return F.linear(x, weight, bias).tanh().square().mean()
+
+
 def rows(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
     return {"x": torch.randn(size, 8, generator=generator)}
 
 
 MODELS = {
     model.__name__: model
-    for model in (Coupling, Constants, Empty, Recurrent, Computed, Elementwise, Statistics, Variational)
+    for model in (
+        Coupling, Constants, Empty, Recurrent, Computed, Elementwise, Statistics, Variational, Stacked, Concatenated,
+    )  # fmt: skip
+}
+
+
+TENSOR: dict[str, Any] = {
+    "Recurrent": {"*": "tensor:4"},
+    "Stacked": {"experts.0.weight": (2, 2, 1, 1)},
+    "Concatenated": {"query.weight": (2, 2, 1, 1)},
 }
 
 
@@ -171,7 +205,7 @@ def two_steps(model: nn.Module, draw: Any = rows) -> Any:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_an_ordinary_model_trains_as_on_one_device(name: str, pool: WorkerPool) -> None:
     case = Case(name, MODELS[name], rows)
-    planned = Way("tensor", {"*": "tensor:4"}) if name == "Recurrent" else Way("planner")
+    planned = Way("tensor", TENSOR[name]) if name in TENSOR else Way("planner")
     ways = [planned, Way("zdp", {"*": "zdp"})]
     steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
     run = partial(same_in_both_worlds, two_steps, steps, [way.name for way in ways], case)
