@@ -80,6 +80,9 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _data_written_in_place(),
         _numpy_numbers(),
         mock.patch.object(sys.modules["torch._higher_order_ops.cond"], "cond_op", _cond),
+        mock.patch.object(sys.modules["torch._higher_order_ops.scan"], "scan_op", _scan),
+        mock.patch.object(sys.modules["torch._higher_order_ops.map"], "map_impl", _map),
+        mock.patch.object(sys.modules["torch._higher_order_ops.while_loop"], "while_loop_op", _while),
         # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
         mock.patch.object(nn.modules.module, "Buffer", type("_NoBuffer", (), {})),
     )
@@ -682,6 +685,29 @@ def _cond(condition: Any, true: Callable[..., Any], false: Callable[..., Any], o
     if condition:
         return true(*operands)
     return false(*operands)
+
+
+def _scan(combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Any) -> Any:
+    """`scan` of torch's control flow as a loop."""
+    carry, found, rows = init, None, []
+    for index in range(xs[0].shape[0]):
+        found, row = combine(*carry, *[x[index] for x in xs], *additional_inputs)
+        carry = pytree.tree_leaves(found)
+        rows.append(row)
+    return found, pytree.tree_map(lambda *each: torch.stack(each), *rows)
+
+
+def _map(function: Callable[..., Any], xs: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
+    """`map` of torch's control flow as a loop."""
+    rows = [function(*[x[index] for x in xs], *arguments) for index in range(xs[0].shape[0])]
+    return pytree.tree_map(lambda *each: torch.stack(each), *rows)
+
+
+def _while(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, additional_inputs: Any) -> Any:
+    """`while_loop` of torch's control flow as a loop: its condition must be known while tracing, as of a counter."""
+    while condition(*carried, *additional_inputs):
+        carried = body(*carried, *additional_inputs)
+    return carried
 
 
 @contextlib.contextmanager

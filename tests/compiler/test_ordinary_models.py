@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as higher_order_map
 from torch.nn.utils import parametrizations
 
 import shardweave as sw
@@ -169,6 +171,25 @@ class Concatenated(nn.Module):
         return F.linear(x, weight, bias).tanh().square().mean()
 
 
+class Loops(nn.Module):
+    """Torch's ops of control flow that loop: over samples, over features backwards, and by a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mapped = higher_order_map(lambda row: self.down(self.up(row).sin()), x[:2])
+        state = {"sum": torch.zeros(8, dtype=x.dtype)}
+        last, seen = scan(self.step, state, (self.down(self.up(x))[:, :3], x[:, :3]), dim=1, reverse=True)
+        start = torch.tensor(0), mapped
+        _, looped = while_loop(lambda count, _: count < 3, lambda count, y: (count + 1, (y * 1.1).sin()), start)
+        return looped.mean() + seen["before"].mean() + (seen["x"] * last["sum"][:, None]).square().mean()
+
+    def step(self, state: dict[str, Tensor], both: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
+        return {"sum": (state["sum"] + both[0]).tanh()}, {"before": state["sum"] * 2, "x": both[1].sin()}
+
+
 def rows(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
     return {"x": torch.randn(size, 8, generator=generator)}
 
@@ -177,6 +198,7 @@ MODELS = {
     model.__name__: model
     for model in (
         Coupling, Constants, Empty, Recurrent, Computed, Elementwise, Statistics, Variational, Stacked, Concatenated,
+        Loops,
     )  # fmt: skip
 }
 
@@ -184,6 +206,7 @@ MODELS = {
 TENSOR: dict[str, Any] = {
     "Recurrent": {"*": "tensor:4"},
     "Stacked": {"experts.0.weight": (2, 2, 1, 1)},
+    "Loops": {"up": (2, 1, 1, 2), "down": (1, 2, 1, 2)},
     "Concatenated": {"query.weight": (2, 2, 1, 1)},
 }
 
