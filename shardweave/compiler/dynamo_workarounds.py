@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import rnn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from shardweave.compiler.branches import branches_selected, raises_as_asserts
 from shardweave.ir import with_objects_opened
@@ -67,6 +68,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
         _packed_sequences(),
         _ctc_losses(),
         _bincounts(),
+        _sequential_checkpoints(),
         _covariances(),
         _kl_divergences(),
         _batch_norms(),
@@ -391,6 +393,43 @@ def _bincounts() -> Iterator[None]:
         mock.patch.dict(rules, {torch.bincount: Form}),
         mock.patch.object(variables.TensorVariable, "method_bincount", method_bincount, create=True),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _sequential_checkpoints() -> Iterator[None]:
+    """While this runs, Dynamo traces `checkpoint_sequential`, which it refuses, as checkpoints of its parts."""
+
+    def part(modules: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+        def forward(value: Any) -> Any:
+            for module in modules:
+                value = module(value)
+            return value
+
+        return forward
+
+    def sequential(
+        functions: Any, segments: int, input: Any, use_reentrant: bool | None = None, preserve_rng_state: bool = True
+    ) -> Any:
+        modules = [*functions]
+        size = len(modules) // segments
+        for start in range(0, size * (segments - 1), size):
+            input = checkpoint(
+                part(modules[start : start + size]),
+                input,
+                use_reentrant=use_reentrant is not False,
+                preserve_rng_state=preserve_rng_state,
+            )
+        return part(modules[size * (segments - 1) :])(input)
+
+    variables: Any = torch._dynamo.variables
+
+    class Form(variables.UserFunctionVariable):  # type: ignore[misc]
+        @classmethod
+        def create_with_source(cls, value: Any, source: Any) -> Any:
+            return variables.UserFunctionVariable(sequential)
+
+    with mock.patch.dict(torch._dynamo.trace_rules.get_torch_obj_rule_map(), {checkpoint_sequential: Form}):
         yield
 
 

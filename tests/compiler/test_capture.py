@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shardweave.compiler.capture import capture
@@ -249,6 +249,30 @@ def test_the_tags_of_activation_checkpoints_are_kept() -> None:
     assert any("mm" in target for target in targets), targets
     untagged = [node for node in captured.graph.graph.nodes if "tanh" in str(node.target) and node not in tagged]
     assert len(untagged) >= 1
+    assert_computes(captured, model, (torch.randn(8, 4),), {})
+
+
+class SequentiallyCheckpointed(nn.Module):
+    """Parts of two, two and three modules; all but the last part are recomputed in the backward."""
+
+    def __init__(self, as_list: bool) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(nn.Linear(4, 4) for _ in range(7)))
+        self.as_list = as_list
+
+    def forward(self, x: Tensor) -> Tensor:
+        functions = [torch.tanh, *self.parts] if self.as_list else self.parts
+        result: Tensor = checkpoint_sequential(functions, 3, x, use_reentrant=False)
+        return result.square().sum()
+
+
+@pytest.mark.parametrize(("as_list", "recomputed"), [(False, 4), (True, 3)])
+def test_checkpoint_sequential_is_captured_as_checkpoints_of_its_parts(as_list: bool, recomputed: int) -> None:
+    model = SequentiallyCheckpointed(as_list)
+    captured = capture(model, torch.randn(8, 4))
+    tagged = [node for node in captured.graph.graph.nodes if "recompute" in node.meta]
+    forward = [node for node in tagged if node.meta.get("partitioner_tag") != "is_backward"]
+    assert sum("mm" in str(node.target) for node in forward) == recomputed
     assert_computes(captured, model, (torch.randn(8, 4),), {})
 
 

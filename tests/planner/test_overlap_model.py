@@ -96,7 +96,7 @@ def test_what_is_reduced_once_a_step_hides_behind_the_last_backward_alone() -> N
 
 
 def test_micro_batches_that_reduce_once_are_priced_as_they_are_simulated() -> None:
-    """Reductions take longer than the last backward. As if they hid behind all of them the step was priced at 108 ms."""
+    """Reductions take longer than the last backward. Priced as if they hid behind all: 108 ms."""
     compiler, _ = costed_on("rtx3090-pcie", 2)
     asked = replace(OPTIONS, force={"*": "dp"}, micro_batches=8, sub_batches=1, recompute="none", buckets=False)
     plan = compiler.with_(options=asked).plan()
