@@ -15,6 +15,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.ir.errors import InfeasibleError, PlanError
 from shardweave.planner.problem.problem import TICKS_PER_SECOND, Candidate, Edge, Op, Problem
+from shardweave.planner.solver import ilp
 from shardweave.planner.solver.branch_and_bound import Progress
 from shardweave.planner.solver.ilp import Program, solve_by_cp_sat, solve_by_highs
 from shardweave.planner.solver.solver import Solution, solve
@@ -83,6 +84,18 @@ def test_highs_as_a_heuristic_does_not_fail(problem: Problem) -> None:
     answer, best = solve_by_highs(Program.fastest(problem), 60.0, heuristic=True), brute_force(problem)
     if answer.choice is not None and problem.feasible(answer.choice) and best is not None:
         assert problem.objective(answer.choice) >= best
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError, ValueError])
+def test_an_error_of_highs_is_no_answer(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran out of what it had reserved for a Llama of HSDP over 32 devices: ``vector::reserve``."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise error("vector::reserve")
+
+    monkeypatch.setattr(ilp.mathopt, "solve", failing)
+    program = Program.fastest(Problem((Op("up", (Candidate("only", 1.0),)),)))
+    assert solve_by_highs(program, 1.0) == ilp.Answer(None, -math.inf, "UNKNOWN")
 
 
 def highs_problem(table: tuple[list[float], ...], last: tuple[list[float], ...], limit: int) -> Problem:

@@ -196,7 +196,7 @@ def solve_by_highs(
     )
     try:
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
-    except (AttributeError, RuntimeError):  # MathOpt fails to convert HiGHS's errors, by an AttributeError
+    except (AttributeError, RuntimeError, ValueError):  # HiGHS failed; MathOpt cannot convert all of its errors
         return Answer(None, -math.inf, "UNKNOWN")
     bound = result.termination.objective_bounds.dual_bound * unit + program.offset
     if not result.has_primal_feasible_solution():
