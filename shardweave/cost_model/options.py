@@ -124,6 +124,9 @@ class Options:
         loss, else ``"part"``.
     time_limit : float
         Seconds that the solver may take.
+    simplicity : float
+        The part by which the plan may be slower than the fastest one found, if it is simpler: it has fewer strategies,
+        or more of them that have a name, or more layers that are alike. With 0 the fastest is taken.
     max_prefetch : int, optional
         The most parameters that are gathered ahead of their use, and the most gradients in reduction at a time. By
         default the planner decides, by time and memory.
@@ -203,6 +206,7 @@ class Options:
     precision: Precision | str | None = None
     outputs: Literal["auto", "sharded", "part", "whole"] = "auto"
     time_limit: float = 30.0
+    simplicity: float = 0.005
     max_prefetch: int | None = None
     micro_batches: int | None = None
     sub_batches: int | None = None
@@ -249,6 +253,8 @@ class Options:
             )
         if not 0 < self.time_limit < math.inf:
             raise PlanError(f"time_limit is in seconds and must be positive, got {self.time_limit}")
+        if not 0 <= self.simplicity < 1:
+            raise PlanError(f"simplicity is a part of the step's time, from 0 to less than 1, got {self.simplicity}")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise PlanError(f"micro_batches counts parts of a batch and must be positive, got {self.micro_batches}")
         if isinstance(self.check_inputs, int) and self.check_inputs < 0:

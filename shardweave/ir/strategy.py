@@ -164,6 +164,18 @@ class Strategy:
         """
         return self.grid.x * self.grid.y * self.grid.experts
 
+    @property
+    def is_preset(self) -> bool:
+        """Whether it is one that `force` has a word for: columns, rows, experts or none, and states as in a preset.
+
+        >>> Strategy(Grid(data=8), rest=2).is_preset, Strategy(Grid(data=8), rest=2, states=4).is_preset
+        (True, False)
+        """
+        free, degrees = self.grid.z * self.grid.data, (self.rest, self.gradients, self.states)
+        is_plain = self.grid.z == 1 and min(self.grid.x, self.grid.y) == 1 and self.slices == 1
+        is_zero = self.states == free and self.gradients in ({1, free} if self.rest == 1 else {free})
+        return is_plain and (is_zero or len({*degrees}) == 1)
+
     def axes(self, mesh: Mesh) -> GridAxes:
         """The axes of `mesh` for each dimension of the grid.
 

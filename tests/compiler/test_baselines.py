@@ -15,7 +15,7 @@ from shardweave.ir import Collective
 from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.problem import Kept
 from shardweave.planner.problem.space import Space, forced_strategies
-from shardweave.planner.search.restrictions import data_parallel, partly_sharded, tensor_parallel
+from shardweave.planner.search.proposals import data_parallel, partly_sharded, tensor_parallel
 from shardweave.runtime.launch import WorkerPool
 from tests.compiler.training import ADAMW, Way, compile_ways, differences, model_of, train, train_packed
 from tests.models import ZOO

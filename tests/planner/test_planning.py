@@ -143,9 +143,9 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
     # A head is used as soon as it is gathered: ZeRO-2 of it, once the states are sharded, holds as much as ZeRO-3.
     # Before DDP, ZeRO-2 and ZeRO-3 were simulated, too, tensor parallelism was between the two, and 2 to 3 % slower.
     assert seen["wide-gpt-dgx"][-1] - {"data"} == {"sharded"}, seen["wide-gpt-dgx"]
-    # A memory of its own: which ones the fall comes by depends on what its first plan holds
+    # Memories of their own: which ones the fall comes by depends on what its first plan holds
     assert kinds(planner("wide-mlp-dgx").plan(memory_limit=134_934_381)) == {"data", "tensor"}
-    assert {"tensor"} in seen["wide-mlp-dgx"], seen["wide-mlp-dgx"]
+    assert kinds(planner("wide-mlp-dgx").plan(memory_limit=150_000_000)) == {"tensor"}
     # ZeRO-2 of all is the fastest of the mixtures with DP and ZeRO-3 (by 0.1 to 26 %) and, simulated, the smallest
     last = planner("wide-mlp-pcie").plan(memory_limit=smallest_named(fallen("wide-mlp-pcie")[1]))
     assert kinds(last) == seen["wide-mlp-pcie"][-1] == {"data"}, seen["wide-mlp-pcie"]

@@ -11,6 +11,7 @@ import pytest
 
 from shardweave.planner.problem.problem import Candidate, Op, Problem
 from shardweave.planner.problem.variables import Costed
+from shardweave.planner.search import proposals
 from shardweave.planner.search import solver_cache as solver
 from shardweave.planner.search.solver_cache import CachedSolver
 from shardweave.planner.solver.solver import solve
@@ -80,9 +81,9 @@ def test_of_choices_that_are_as_fast_the_one_is_taken_that_moves_least() -> None
     slower = Candidate("moves nothing", 0.0, loads=(1.01, 0.0))
     problem = Problem((Op("first", (much, little, slower)), Op("second", (slower, much, little))),
                       windows=(("way", "link"),))  # fmt: skip
-    assert solver.simplified(problem, (), (0, 1)) == (1, 2)
+    assert proposals.simplified(problem, (), (0, 1)) == (1, 2)
     nearly = Candidate("moves nothing", 0.0, loads=(1.0005, 0.0))
-    assert solver.simplified(Problem((Op("only", (much, nearly)),), windows=problem.windows), (), (0,)) == (1,)
+    assert proposals.simplified(Problem((Op("only", (much, nearly)),), windows=problem.windows), (), (0,)) == (1,)
 
 
 @hypothesis.given(problems())
@@ -90,5 +91,5 @@ def test_what_is_made_simpler_fits_and_is_hardly_slower(problem: Problem) -> Non
     least = brute_force(problem)
     hypothesis.assume(least is not None)
     found = CachedSolver(10.0).solve(Costed(problem, [])).choice
-    tolerance = (1 + solver.MAX_SLOWDOWN_LESS_LOADED) * (1 + solver.MAX_SLOWDOWN)
+    tolerance = (1 + proposals.MAX_SLOWDOWN_LESS_LOADED) * (1 + proposals.MAX_SLOWDOWN)
     assert least is not None and problem.feasible(found) and problem.objective(found) <= least * tolerance + 1e-11

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,21 +41,29 @@ class Search(PlanSearch):
         self.key: Any = None
         self.limit = LIMIT
 
-    def _merged(self, found: SettingPlan) -> SettingPlan:
-        return found
-
     def _kept_to(self, plan: Any) -> tuple[Any, int]:
         self.asked.append(plan)
         return (plan, 0) if plan.peak_memory <= LIMIT else (None, LACKING)
 
 
+numbers = count(1)
+
+
 def given(
-    seconds: float, memory: int, whole: Whole, is_estimate: bool = True, is_spare: bool = False
+    seconds: float,
+    memory: int,
+    whole: Whole,
+    is_estimate: bool = True,
+    is_spare: bool = False,
+    number: int | None = None,
 ) -> SettingPlan:
-    """A setting's plan that is said to take so much."""
+    """A setting's plan that is said to take so much; plans of one number decide the same."""
     evaluation = Evaluation(seconds, seconds, 0.0, memory, {}, is_estimate)
-    planner: Any = SimpleNamespace(plan=lambda *_: whole)
-    chosen: Any = SimpleNamespace(evaluation=evaluation, rivals=(), is_spare=is_spare)
+    planner: Any = SimpleNamespace(plan=lambda *_: whole, options=sw.Options())
+    decision = Decision({}, {}, {}, {"up.weight": next(numbers) if number is None else number})
+    chosen: Any = SimpleNamespace(
+        evaluation=evaluation, rivals=(), is_spare=is_spare, is_merged=False, decision=decision
+    )
     return SettingPlan(planner, chosen)
 
 
@@ -67,6 +76,8 @@ CASES = {
     "all layers": ([given(1.0, 90, Whole(1.0, 90), False), given(1.0, 90, Whole(0.9, 90), False)], 0, 1),
     "the first does not fit": ([given(1.0, 90, Whole(1.0, 110)), given(1.0, 80, Whole(1.0, 100))], 1, 2),
     "nor do those like it": ([given(1.0, 90, Whole(1.0, 110)), given(1.0, 89, Whole(1.0, 99))], None, 1),
+    "one plan again": ([given(1.0, 90, Whole(1.0, 90), number=0), given(1.0, 90, Whole(0.9, 90)),
+                        *[given(1.0, 90, Whole(0.8, 90), number=0)] * 2], 1, 2),
     "a few": ([given(1.0, 90, Whole(1.0 - number / 1000, 90)) for number in range(9)], 2, 3),
 }
 """Plans, the place of the best one, and how many are simulated with all layers."""

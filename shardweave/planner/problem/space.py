@@ -119,7 +119,7 @@ class Space:
 
     @property
     def merges_small(self) -> bool:
-        """Whether small collectives may be merged in a plan without buckets, once it is chosen."""
+        """Whether small collectives may be merged in a plan without buckets, where that makes it faster."""
         return self.options.buckets is None and not self.options.ablation.flat_parameter
 
     @property

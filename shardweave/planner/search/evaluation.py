@@ -290,7 +290,10 @@ class StepLowering:
 
 
 SIMULATED_LAYERS = 2
-"""The number of layers of a stretch that are simulated."""
+"""The number of layers of a stretch that are simulated, where it is long."""
+
+MAX_WHOLE_LAYERS = 4
+"""Stretches of so many layers are simulated whole: that takes at most twice as long, and is no estimate."""
 
 
 @dataclass(frozen=True)
@@ -404,7 +407,7 @@ class PlanEvaluator:
         for run in runs:
             begin = count = 0
             for length in _lengths(decision, run):
-                few = min(SIMULATED_LAYERS, length)
+                few = length if length <= MAX_WHOLE_LAYERS else SIMULATED_LAYERS
                 places.update(zip(run.layers[begin : begin + few], run.layers[count : count + few], strict=True))
                 repeated.append((run.layers[count : count + few], length - few))
                 begin, count = begin + length, count + few
@@ -419,6 +422,26 @@ class _Few(NamedTuple):
     left: dict[LayerRun, int]
     decision: Decision
     repeated: RepeatedLayers
+
+
+def complexity(decision: Decision, runs: Sequence[LayerRun]) -> int:
+    """How much there is to know of a plan: its strategies, those without a name twice, and stretches of equal layers.
+
+    Parameters
+    ----------
+    decision : Decision
+    runs : sequence of LayerRun
+        The equal layers of the step.
+
+    Examples
+    --------
+    >>> from shardweave.ir import Grid
+    >>> zero3, own = Strategy(Grid(data=8), rest=8), Strategy(Grid(data=8), rest=2, states=4)
+    >>> complexity(Decision({"up": zero3, "down": own}, {}, {}), ())
+    3
+    """
+    strategies = {*decision.strategies.values()}
+    return sum(1 if each.is_preset else 2 for each in strategies) + sum(len(_lengths(decision, run)) for run in runs)
 
 
 def _lengths(decision: Decision, run: LayerRun) -> list[int]:

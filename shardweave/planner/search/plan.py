@@ -194,6 +194,21 @@ class Saving(NamedTuple):
 
 
 @dataclass(frozen=True)
+class OtherPlan:
+    """Another plan that was found, beside the one that was taken.
+
+    Parameters
+    ----------
+    num_strategies : int
+    slowdown : float
+        The ratio of its step time to that of the plan that was taken.
+    """
+
+    num_strategies: int
+    slowdown: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """A parallelization plan of a model on a cluster, with the predicted cost of a step.
 
@@ -245,6 +260,9 @@ class Plan:
         What else is chosen for the whole step: sub-batches, recomputation, the schedule.
     savings : tuple of Saving
         What each of these choices is worth; not of a plan that `compile_parallel` makes on its way.
+    other : OtherPlan, optional
+        The fastest plan, if this one was taken because it is simpler and nearly as fast (`Options.simplicity`); else
+        the simplest plan that was found, if this is another one.
     """
 
     model_key: ModelKey
@@ -272,6 +290,7 @@ class Plan:
     micro_batches: int = 1
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     savings: tuple[Saving, ...] = ()
+    other: OtherPlan | None = None
     _timeline: Callable[[bool], Timeline] | None = field(default=None, repr=False, compare=False)
     _resolve: Callable[[Plan, dict[str, Any]], Plan] | None = field(default=None, repr=False, compare=False)
 
@@ -425,6 +444,7 @@ class Plan:
             "cluster": self.cluster.to_dict(),
             **figures,
             "overlap": self.overlap.to_dict(),
+            "other": None if self.other is None else [self.other.num_strategies, self.other.slowdown],
             "choices": {name: choice.to_dict() for name, choice in self.choices.items()},
         }
 
@@ -454,6 +474,7 @@ class Plan:
         figures["forced"], figures["whole_ops"] = tuple(figures["forced"]), tuple(figures["whole_ops"])
         figures["overlap"] = OverlapConfig.from_dict(data["overlap"])
         figures["savings"] = tuple(Saving(*saving) for saving in figures["savings"])
+        figures["other"] = OtherPlan(*data["other"]) if data.get("other") else None
         try:
             cluster = Cluster.from_dict(data["cluster"])
         except ClusterError as error:
@@ -479,7 +500,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_APART = ("model_key", "cluster", "choices", "overlap", "_timeline", "_resolve")
+_APART = ("model_key", "cluster", "choices", "overlap", "other", "_timeline", "_resolve")
 _FIGURES = tuple(each.name for each in fields(Plan) if each.name not in _APART)
 
 
@@ -650,6 +671,14 @@ def _answer(plan: Plan) -> str:
     return f" (its own answer, slower when simulated, is within {100 * plan.proven_gap:.2g} %)" if nearer else ""
 
 
+def _beside(other: OtherPlan) -> str:
+    """What simplicity costs, or would cost."""
+    strategies = f"of {other.num_strategies} strateg{'y' if other.num_strategies == 1 else 'ies'}"
+    if other.slowdown <= 1:
+        return f"{100 * (1 / other.slowdown - 1):.2g} % slower than the fastest plan found, {strategies}: simplicity=0"
+    return f"the simplest plan found, {strategies}, takes {100 * (other.slowdown - 1):.2g} % longer"
+
+
 def _summary(plan: Plan) -> tuple[str, ...]:
     rate = f", {plan.tokens_per_second:,.0f} tokens/s" if plan.tokens else ""
     mfu = f", MFU {100 * plan.mfu:.1f} %" if plan.model_flops else ""
@@ -662,6 +691,8 @@ def _summary(plan: Plan) -> tuple[str, ...]:
         f"{readable_seconds(plan.exposed_communication)}; memory {readable_bytes(plan.peak_memory)}{limit} a device",
         f"{proof}{program}{_answer(plan)}; planned in {readable_seconds(plan.planning_seconds)}",
     ]
+    if plan.other is not None:
+        lines.append(_beside(plan.other))
     if plan.cluster.measured is not None and plan.cluster.measured.collectives.curves:
         lines.append("costs are by collectives and a device that were measured")
     if plan.micro_batches > 1:

@@ -222,7 +222,7 @@ _PLAN = record(
         "overlap": _OVERLAP,
         "choices": mapping(_CHOICE),
     },
-    {"made_by": text, "whole_ops": sequence(text)},
+    {"made_by": text, "whole_ops": sequence(text), "other": optional(row(whole(), number()))},
 )
 
 

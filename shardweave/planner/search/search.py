@@ -10,7 +10,8 @@ takes these steps:
 2. where some of its communication is exposed, the other settings, each with strategies of its own;
 3. the plan is simulated with all layers, and with it a few that are nearly as fast by their estimates. Where none of
    these keeps to the memory limit, all steps are done again with a margin; and once more where memory is so short that
-   the whole step takes longer than said.
+   the whole step takes longer than said;
+4. of plans that are at most a little slower with all layers (`Options.simplicity`), the simplest is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardweave.cost_model import Timeline
 from shardweave.ir import Buckets, InfeasibleError, ParallelError, PlanError
 from shardweave.planner.problem.space import Space
 from shardweave.planner.search.evaluation import Decision, Evaluation, Known, PlanEvaluator, StepLowering
-from shardweave.planner.search.plan import ModelKey, Plan
+from shardweave.planner.search.plan import ModelKey, OtherPlan, Plan
 from shardweave.planner.search.setting_planner import SettingPlan, SettingPlanner
 from shardweave.planner.search.setting_search import ESTIMATE_ERROR
 from shardweave.planner.solver.solver import relative_gap
@@ -162,7 +163,9 @@ class PlanSearch:
         # 2. Sub-batches and buckets
         ever_faster, bound = self._over_settings(first, margin)
         # 3. All layers
-        return replace(self._fastest_whole(ever_faster), bound=bound)
+        found = self._fastest_whole(ever_faster)
+        # 4. A simpler one
+        return replace(self._simplest_whole(found, ever_faster), bound=bound)
 
     @cached_property
     def space(self) -> Space:
@@ -188,15 +191,16 @@ class PlanSearch:
             The number of sub-batches, and which collectives are merged; if left out, the first of the space.
         """
         options = self.space.setting(micro_batches, *(overlap or self.space.overlaps[0]))
-        steps, cluster = self.steps, self.cluster
-        return SettingPlanner(steps, cluster, options, self.evaluate, self.progress, self.model, start, margin)
+        merges_small = self.space.merges_small and not options.buckets
+        step = self.steps, self.cluster, options
+        return SettingPlanner(*step, self.evaluate, self.progress, self.model, start, margin, merges_small)
 
     def _over_settings(self, first: SettingPlan, margin: int) -> tuple[list[SettingPlan], float]:
         """The first plan and those of other settings, each faster than the one before; and a bound of all, in seconds.
 
         Other settings are not priced where no communication is exposed: they could save next to nothing.
         """
-        found, bound = [self._merged(first)], first.chosen.solution.bound
+        found, bound = [first], first.chosen.solution.bound
         for overlap in self.space.overlaps[1:]:
             best = found[-1]
             if not best.has_exposed_communication:
@@ -211,14 +215,17 @@ class PlanSearch:
                 continue
             if other is not None and other.step_time <= enough:
                 bound = min(bound, other.chosen.solution.bound)
-                found.append(self._merged(other))
+                found.append(other)
         return found, bound
 
     def _fastest_whole(self, ever_faster: Sequence[SettingPlan]) -> Attempt:
         """The fastest plan with all layers simulated. The next one is simulated as long as it may be faster."""
-        all_found = (self._merged(each) for found in ever_faster for each in found.with_rivals)
-        likely = sorted(all_found, key=lambda each: each.step_time)
-        found, num_whole = Attempt(likely[0]), 0
+        all_found = (each for found in ever_faster for each in found.with_rivals)
+        likely: list[SettingPlan] = []
+        for each in sorted(all_found, key=lambda each: each.step_time):
+            if not any(each.is_same_plan(other) for other in likely):  # a setting may find the best of another again
+                likely.append(each)
+        found, num_whole, missing = Attempt(likely[0]), 0, 0
         for each in likely:
             estimate = each.chosen.evaluation
             slowest = likely[0].step_time if found.plan is None else found.plan.step_time
@@ -228,27 +235,41 @@ class PlanSearch:
             as_said = found.plan is not None and slowest <= (1 + ESTIMATE_ERROR) * likely[0].step_time
             if each.chosen.is_spare and as_said:
                 continue
-            if found.lacking and estimate.peak_memory + found.lacking > self.limit:  # as similar plans lack as much
+            if missing and estimate.peak_memory + missing > self.limit:  # as similar plans miss it by as much
                 continue
             num_whole += 1
             self.progress("simulate", incumbent=slowest)
             plan, lacking = self._kept_to(each.planner.plan(each, self.key))
-            if plan is not None and plan.step_time > (1 + ESTIMATE_ERROR) * estimate.step_time:
-                free = int(FREE_RATIO * self.limit)
-                lacking = free if plan.peak_memory > self.limit - free else 0
-            found = replace(found, lacking=max(found.lacking, lacking))
+            missing = max(missing, lacking)
             if plan is not None and (found.plan is None or plan.step_time < found.plan.step_time):
-                found = replace(found, best=each, plan=plan)
+                free = int(FREE_RATIO * self.limit)
+                is_short = plan.peak_memory > self.limit - free
+                is_slow = plan.step_time > (1 + ESTIMATE_ERROR) * estimate.step_time
+                found = replace(found, best=each, plan=plan, lacking=free if is_slow and is_short else 0)
+        return replace(found, lacking=missing) if found.plan is None else found
+
+    def _simplest_whole(self, found: Attempt, ever_faster: Sequence[SettingPlan]) -> Attempt:
+        """The simplest plan that is nearly as fast as the fastest with all layers, and what that costs or saves."""
+        if found.plan is None or not self.options.simplicity:
+            return found
+        most, fastest = (1 + self.options.simplicity) * found.plan.step_time, found.best
+        every = [simple for each in ever_faster for simple in each.simpler]
+        simpler = [each for each in (*ever_faster, *every) if each.complexity < fastest.complexity]
+        simpler.sort(key=lambda each: (each.complexity, each.step_time))
+        for each in simpler:
+            if each.step_time <= (1 + ESTIMATE_ERROR) * most:
+                plan, _ = self._kept_to(each.planner.plan(each, self.key))
+                if plan is not None and plan.step_time <= most:
+                    other = OtherPlan(len(fastest.strategies), found.plan.step_time / plan.step_time)
+                    return replace(found, best=each, plan=replace(plan, other=other))
+        if simpler:  # by their estimates
+            other = OtherPlan(len(simpler[0].strategies), simpler[0].step_time / fastest.step_time)
+            return replace(found, plan=replace(found.plan, other=other))
         return found
 
     def timeline(self, plan: Plan, sums: bool = True) -> Timeline:
         """The simulated schedule of a plan's whole step."""
         return self.lowering.timeline(self.lowering.lower(plan, not sums, draft=True), sums, plan)
-
-    def _merged(self, found: SettingPlan) -> SettingPlan:
-        """A plan with small collectives merged, where that is open and makes the step no slower."""
-        is_open = self.space.merges_small and not found.overlap.buckets
-        return found.with_small_merged() if is_open else found
 
     def _kept_to(self, plan: Plan) -> tuple[Plan | None, int]:
         """The plan as its whole step is simulated, if that keeps to the memory limit; and by how much it missed it.

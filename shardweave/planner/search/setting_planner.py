@@ -16,11 +16,11 @@ from functools import cached_property
 import torch
 
 from shardweave.cost_model import Cluster, Options, node_work
-from shardweave.ir import UNLIMITED, InfeasibleError, OverlapConfig, PlanError, RecomputeMode, readable_bytes
+from shardweave.ir import UNLIMITED, InfeasibleError, OverlapConfig, PlanError, RecomputeMode, Strategy, readable_bytes
 from shardweave.passes import Annotated
 from shardweave.planner.problem.build_problem import ProblemBuilder, gradient_bytes
 from shardweave.planner.problem.space import Space
-from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator, named
+from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator, complexity, named
 from shardweave.planner.search.layer_problem import LayerProblem, Programs, Steps, buffer_bytes
 from shardweave.planner.search.plan import ModelKey, OpChoice, Plan, RunnerUp, Saving
 from shardweave.planner.search.setting_search import Evaluated, SettingSearch
@@ -39,27 +39,16 @@ FIRST_KEPT_LAYERS = 2
 
 @dataclass(frozen=True)
 class SettingPlan:
-    """The best plan of one setting.
-
-    Strategies are chosen without merging small collectives, which changes what they take by less than 1 %.
-    """
+    """The best plan of one setting."""
 
     planner: SettingPlanner
     chosen: Evaluated
-    merges_small: bool = False
 
     @property
     def overlap(self) -> OverlapConfig:
         """The choices for the whole step."""
         overlap = overlap_of(self.planner.options.overlap, self.chosen.decision)
-        return replace(overlap, buckets="small") if self.merges_small else overlap
-
-    def with_small_merged(self) -> SettingPlan:
-        """The plan with small collectives merged, if the step takes no longer so."""
-        merged = self.planner.evaluated(self.chosen, replace(self.overlap, buckets="small"))
-        if merged.step_time > self.step_time:
-            return self
-        return replace(self, chosen=replace(self.chosen, evaluation=merged), merges_small=True)
+        return replace(overlap, buckets="small") if self.chosen.is_merged else overlap
 
     @property
     def step_time(self) -> float:
@@ -67,9 +56,30 @@ class SettingPlan:
         return self.chosen.evaluation.step_time
 
     @property
+    def strategies(self) -> set[Strategy]:
+        """The strategies of its ops."""
+        return {*self.chosen.decision.strategies.values()}
+
+    @property
+    def complexity(self) -> int:
+        """How much there is to know of it (`evaluation.complexity`)."""
+        return complexity(self.chosen.decision, self.planner.steps.runs(self.planner.options))
+
+    @property
+    def simpler(self) -> tuple[SettingPlan, ...]:
+        """Simpler plans of the setting: the simplest that is nearly as fast, if there is one, and the simplest."""
+        return tuple(replace(self, chosen=each) for each in self.chosen.simpler)
+
+    @property
     def with_rivals(self) -> tuple[SettingPlan, ...]:
         """The plan, and those of the setting that may be faster with all layers."""
-        return self, *(replace(self, chosen=each, merges_small=False) for each in self.chosen.rivals)
+        return self, *(replace(self, chosen=each) for each in self.chosen.rivals)
+
+    def is_same_plan(self, other: SettingPlan) -> bool:
+        """Whether both decide the same for all ops and for the whole step."""
+        own, others = self.chosen, other.chosen
+        is_same_step = self.planner.options.micro_batches == other.planner.options.micro_batches
+        return is_same_step and self.overlap == other.overlap and own.decision == others.decision
 
     @property
     def has_exposed_communication(self) -> bool:
@@ -95,6 +105,8 @@ class SettingPlanner:
         Of the same model, to begin with.
     margin : int
         Bytes of the limit that the search leaves free: for what the estimates from a few layers of a step leave out.
+    merges_small : bool
+        Whether small collectives may be merged.
     """
 
     def __init__(
@@ -107,8 +119,9 @@ class SettingPlanner:
         model: str = "the model",
         start: Plan | None = None,
         margin: int = 0,
+        merges_small: bool = False,
     ) -> None:
-        self.model, self.start = model, start
+        self.model, self.start, self.merges_small = model, start, merges_small
         self.memory_limit = options.limit(cluster)
         options = replace(options, memory_limit=max(1, self.memory_limit - margin))
         self.steps, self.cluster, self.options = steps, cluster, options
@@ -230,8 +243,8 @@ class SettingPlanner:
 
     @cached_property
     def _search(self) -> SettingSearch:
-        limit = self.options.limit(self.cluster)
-        return SettingSearch(self._programs, self._solver, self.evaluator, self.options, limit, self.progress)
+        limit, settings = self.options.limit(self.cluster), (self.evaluator, self.options)
+        return SettingSearch(self._programs, self._solver, *settings, limit, self.progress, self.merges_small)
 
     def _solving(self, at: Progress) -> None:
         """Tell how far the program is."""

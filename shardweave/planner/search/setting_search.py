@@ -6,7 +6,8 @@ Plans are proposed, the step of each is simulated, and the fastest that fits is 
 1. the program's optimum with all the memory that it asks for,
 2. where that does not fit, its optimum under the memory limit, with the choices that save memory,
 3. neighbours of that: all equal ops take another candidate,
-4. its optima among plans that are alike in all layers (`restrictions`), and neighbours of the best of these.
+4. its optima among plans that are alike in all layers (`proposals`), and neighbours of the best of these,
+5. a simpler plan than the best, with fewer kinds of layers and strategies.
 
 The program's memory is an estimate. As long as an answer is simulated as more than the limit, or leaves a part of it
 free, the program is asked again, under the limit less what it was off by. Only proposals that the program takes for at
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -25,9 +26,17 @@ from shardweave.cost_model import Options
 from shardweave.ir import InfeasibleError, PlanError, readable_bytes
 from shardweave.planner.problem.problem import TICKS_PER_SECOND, Kept, invert, restricted
 from shardweave.planner.problem.variables import Costed
-from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator, decision
+from shardweave.planner.search.evaluation import Decision, Evaluation, PlanEvaluator, complexity, decision
 from shardweave.planner.search.layer_problem import Programs
-from shardweave.planner.search.restrictions import data_parallel, partly_sharded, recomputed_alike, tensor_parallel
+from shardweave.planner.search.proposals import (
+    data_parallel,
+    gathered_once,
+    neighbours,
+    partly_sharded,
+    recomputed_alike,
+    simpler,
+    tensor_parallel,
+)
 from shardweave.planner.search.solver_cache import (
     MAX_CANDIDATES_MODEST,
     MAX_ROUGH_GAP,
@@ -90,6 +99,8 @@ class Evaluated:
     evaluation : Evaluation
     schedule_limit : int
         Bytes that its graphs are ordered for. It may hold less, and meet a limit that no order made for it meets.
+    is_merged : bool
+        Whether small collectives are merged, as the step takes no longer so.
     is_memory_bound : bool
         Whether the memory limit makes it slower by much.
     proven_gap : float
@@ -98,16 +109,20 @@ class Evaluated:
         Other plans that may be faster with all layers, the one first that is the fastest with a few.
     is_spare : bool
         Whether it is of interest only if the fastest one takes longer with all layers than said.
+    simpler : tuple of Evaluated
+        Simpler plans: the simplest that is nearly as fast, if there is one, and the simplest of all.
     """
 
     costed: Costed
     solution: Solution
     evaluation: Evaluation
     schedule_limit: int
+    is_merged: bool = False
     is_memory_bound: bool = False
     proven_gap: float = 0.0
     rivals: tuple[Evaluated, ...] = ()
     is_spare: bool = False
+    simpler: tuple[Evaluated, ...] = ()
 
     @property
     def decision(self) -> Decision:
@@ -149,6 +164,19 @@ class Incumbent:
         """Seconds of the best plan's simulated step; infinite where there is none."""
         return math.inf if self.best is None else self.best.evaluation.step_time
 
+    def simplest(self, simplicity: float, complexity: Callable[[Evaluated], int]) -> tuple[Evaluated, ...]:
+        """The simplest plan that is at most by a part of `simplicity` slower, and the simplest of all.
+
+        None that is as complex as the best.
+        """
+        if self.best is None:
+            return ()
+        of = {id(each): complexity(each) for each in self.fitting}
+        simpler = [each for each in self.fitting if of[id(each)] < of[id(self.best)]]
+        simpler.sort(key=lambda each: (of[id(each)], each.evaluation.step_time))
+        near = [each for each in simpler if each.evaluation.step_time <= (1 + simplicity) * self.step_time]
+        return (*near[:1], *(each for each in simpler[:1] if each not in near[:1]))
+
     def rivals(self) -> tuple[Evaluated, ...]:
         """The plans that may be faster than the best with all layers: they and the best were simulated with a few."""
         found, most = list[Evaluated](), (1 + ESTIMATE_ERROR) * self.step_time
@@ -181,6 +209,8 @@ class SettingSearch:
     limit : int
         The same in bytes.
     progress : Reporter
+    merges_small : bool
+        Whether small collectives may be merged.
     """
 
     def __init__(
@@ -191,11 +221,12 @@ class SettingSearch:
         options: Options,
         limit: int,
         progress: Reporter,
+        merges_small: bool = False,
     ) -> None:
         self.programs, self.solver, self.evaluator = programs, solver, evaluator
         self.options, self.limit, self.progress = options, limit, progress
-        self.plain = programs.plain
-        self._evaluated: dict[tuple[int, ...], dict[int, Evaluation]] = {}
+        self.plain, self.merges_small = programs.plain, merges_small
+        self._evaluated: dict[tuple[int, ...], dict[int, tuple[Evaluation, bool]]] = {}
         """Evaluations by choice (longer for a program with recompute modes) and memory limit."""
         self._counted_ratio = 1.0
         """By what ratio the program counted more memory than was simulated, at most."""
@@ -262,16 +293,23 @@ class SettingSearch:
             self._neighbours(incumbent.best, incumbent)
         if incumbent.best is None:
             return None
+        # 5. A simpler one
+        self._simpler(incumbent.best, incumbent)
         if optimum is None:
             self._propose_over_limit(incumbent)
         bound = min(incumbent.bound, incumbent.least_objective)
         gap = relative_gap(incumbent.least_objective, bound)
+        simplest = incumbent.simplest(self.options.simplicity, self._complexity)
         best, *rivals = (
             replace(each, solution=each.solution.held_to(bound), proven_gap=gap)
             for each in (incumbent.best, *incumbent.rivals())
         )
         is_spare = self._is_close(costed, incumbent)
-        best = replace(best, rivals=tuple(replace(each, is_spare=is_spare) for each in rivals))
+        best = replace(
+            best,
+            rivals=tuple(replace(each, is_spare=is_spare) for each in rivals),
+            simpler=tuple(replace(each, solution=each.solution.held_to(bound), proven_gap=gap) for each in simplest),
+        )
         # Memory decides whether the step is cut into more micro-batches, which is decided in the first setting
         return best if is_other else replace(best, is_memory_bound=self._is_slowed(best, optimum, free, fastest))
 
@@ -359,7 +397,8 @@ class SettingSearch:
 
     def _alike(self, costed: Costed, incumbent: Incumbent) -> None:
         """Propose plans that are alike in all layers, those first that the program says are fastest."""
-        for kind in (data_parallel, recomputed_alike, partly_sharded, tensor_parallel):
+        self._propose(costed, data_parallel(costed), incumbent, MAX_SIMULATED_ALIKE)  # the simplest, however close it is
+        for kind in (recomputed_alike, gathered_once, partly_sharded, tensor_parallel):
             if self._is_close(costed, incumbent):
                 return
             self._propose(costed, kind(costed), incumbent, MAX_SIMULATED_ALIKE)
@@ -383,6 +422,13 @@ class SettingSearch:
             if seconds < incumbent.ceiling:
                 self._consider(costed, known_choice(costed, choice), incumbent)
         return bool(found)
+
+    def _simpler(self, best: Evaluated, incumbent: Incumbent) -> None:
+        """Propose plans that are simpler than the best, which the program takes for nearly as fast."""
+        limited = best.costed.limited(max(incumbent.limit, best.counted_bytes))
+        if self.options.simplicity:
+            for choice in simpler(limited.problem, self.solver.runs, best.solution.choice, self.options.simplicity):
+                self._consider(best.costed, known_choice(best.costed, choice), incumbent)
 
     def _propose(self, costed: Costed, among: Iterable[Kept], incumbent: Incumbent, most: int) -> None:
         """Propose the program's optima of some restrictions: `most` of them, the fastest first.
@@ -409,6 +455,9 @@ class SettingSearch:
             if objective < incumbent.ceiling:
                 self._under_limit(costed, incumbent, None, kept, rough=True)
 
+    def _complexity(self, each: Evaluated) -> int:
+        return complexity(each.decision, self.evaluator.steps.runs(self.options))
+
     def _is_close(self, costed: Costed, incumbent: Incumbent) -> bool:
         """Whether the best plan of a large problem is so close to the bound that others are not looked at."""
         return size(costed) > MAX_CANDIDATES_MODEST and incumbent.step_time <= (1 + STOP_GAP) * incumbent.bound
@@ -424,17 +473,23 @@ class SettingSearch:
         """An answer with the evaluation of its step under a limit, or of one under another that tells as much."""
         known = self._evaluated.setdefault(solution.choice, {})
         # What does not meet a limit does not meet a smaller one, and what holds less than both meets either.
-        for other, evaluation in known.items():
+        for other, (evaluation, is_merged) in known.items():
             if limit <= other < evaluation.peak_memory or evaluation.peak_memory <= limit <= other:
-                return Evaluated(costed, solution, evaluation, other)
+                return Evaluated(costed, solution, evaluation, other, is_merged)
         self.progress("simulate", self._fastest, least_bytes=self._smallest)
-        options = replace(self.options, memory_limit=limit)
-        known[limit] = evaluation = self.evaluator(decision(costed, solution.choice), options)
+        decided, options = decision(costed, solution.choice), replace(self.options, memory_limit=limit)
+        evaluation, is_merged = self.evaluator(decided, options), False
+        is_near = evaluation.step_time <= (1 + ESTIMATE_TOLERANCE) * self._fastest
+        if self.merges_small and is_near and evaluation.peak_memory <= limit:
+            merged = self.evaluator(decided, replace(options, buckets="small"))
+            if merged.step_time <= evaluation.step_time and merged.peak_memory <= limit:
+                evaluation, is_merged = merged, True
+        known[limit] = evaluation, is_merged
         self._smallest = min(self._smallest, evaluation.peak_memory)
         if evaluation.peak_memory <= self.limit:
             self._fastest = min(self._fastest, evaluation.step_time)
         self.progress("simulate", self._fastest, least_bytes=self._smallest)
-        return Evaluated(costed, solution, evaluation, limit)
+        return Evaluated(costed, solution, evaluation, limit, is_merged)
 
     def least(self) -> Evaluated:
         """What the program says is the smallest plan, simulated.
@@ -535,22 +590,6 @@ def _peak(chosen: Evaluated) -> int:
 def known_choice(costed: Costed, choice: Sequence[int]) -> Solution:
     """A choice that the solver was not asked for."""
     return Solution(tuple(choice), costed.problem.objective(choice), 0.0, "feasible", 0.0)
-
-
-def neighbours(costed: Costed, choice: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Of each group of equal ops, or layers, and each of its candidates: a choice with this one for all of them."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for number, (row, variable) in enumerate(zip(costed.problem.ops, costed.variables, strict=True)):
-        if variable.op is not None or variable.modes:
-            groups.setdefault((row.group, id(row.candidates)), []).append(number)
-    for numbers in groups.values():
-        taken = {choice[number] for number in numbers}
-        for other in range(len(costed.problem.ops[numbers[0]].candidates)):
-            if taken != {other}:
-                changed = list(choice)
-                for number in numbers:
-                    changed[number] = other
-                yield tuple(changed)
 
 
 def _is_inexact(free: Evaluated | None) -> bool:

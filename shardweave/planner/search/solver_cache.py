@@ -9,28 +9,17 @@ less of it may hide.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from shardweave.ir import InfeasibleError
-from shardweave.planner.problem.problem import Problem, to_ticks
+from shardweave.planner.problem.problem import Problem
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.evaluation import choice_of
-from shardweave.planner.search.layer_problem import inside, renamed
 from shardweave.planner.search.plan import Plan
+from shardweave.planner.search.proposals import simplified
 from shardweave.planner.solver.branch_and_bound import Progress
-from shardweave.planner.solver.elimination import Tables
-from shardweave.planner.solver.lagrangian import Choice
 from shardweave.planner.solver.solver import Solution, solve
-
-MAX_SLOWDOWN = 3e-4
-"""The part by which simplifying a choice may make the step slower, altogether."""
-
-MAX_SLOWDOWN_LESS_LOADED = 1e-3
-"""The part by which a choice that loads streams less may be slower before that."""
 
 UNLIMITED = 2**62
 """Bytes that no device has."""
@@ -191,115 +180,3 @@ def max_over_limit(costed: Costed) -> float:
 def memory_bound_ratio(costed: Costed) -> float:
     """By how much longer memory has to make a step for it to press."""
     return MEMORY_BOUND_RATIO if size(costed) <= MAX_CANDIDATES_MODEST else MEMORY_BOUND_RATIO_LARGE
-
-
-def simplified(problem: Problem, runs: Sequence[Sequence[str]], choice: Choice) -> Choice:
-    """A choice within the limit, a little slower at most, that loads streams less, with fewer kinds of layers.
-
-    Parameters
-    ----------
-    problem : Problem
-    runs : sequence of sequences of str
-        The names of equal layers, in order.
-    choice : tuple of int
-        One within the limit.
-    """
-    choice = _less_loaded(problem, choice, problem.objective(choice) * (1 + MAX_SLOWDOWN_LESS_LOADED))
-    most = problem.objective(choice) * (1 + MAX_SLOWDOWN)
-    at = {op.name: index for index, op in enumerate(problem.ops)}
-    for layers in runs:
-        first = [name for name in at if inside(name, layers[0])]
-        run = _Run([[at[renamed(name, layers[0], layer)] for name in first] for layer in layers])
-        kinds = run.kinds(choice)
-
-        def accepted(others: list[Choice], run: _Run = run, choice: Choice = choice) -> bool:
-            return _is_as_good(problem, run.written(choice, others), most)
-
-        for rare in sorted(set(kinds), key=lambda kind: (kinds.count(kind), kind)):
-            for other in sorted(set(kinds) - {rare}, key=lambda kind: (-kinds.count(kind), kind)):
-                fewer = [other if kind == rare else kind for kind in kinds]
-                if accepted(fewer):
-                    kinds = fewer
-                    break
-        order = list(dict.fromkeys(kinds))
-        together = sorted(kinds, key=order.index)
-        if together != kinds and accepted(together):
-            kinds = together
-        choice = run.written(choice, kinds)
-    return _alike(problem, choice, most)
-
-
-def _is_as_good(problem: Problem, choice: Choice, most: float) -> bool:
-    """Whether a choice fits and takes at most so many seconds."""
-    return problem.feasible(choice) and problem.objective(choice) <= most
-
-
-def _less_loaded(problem: Problem, choice: Choice, most: float) -> Choice:
-    """A choice that takes at most so many seconds and loads the streams less, all of them together.
-
-    All ops of a group take the candidate that loads them least, if another one does, until none does.
-    """
-    tables, groups = Tables(problem), dict[tuple[str, int], list[int]]()
-    for index, op in enumerate(problem.ops):
-        groups.setdefault((op.group, id(op.candidates)), []).append(index)
-    total, _ = tables.sums(choice)
-    changed = True
-    while changed:
-        changed = False
-        for members in groups.values():
-            # 1. The sums if all members take another candidate: exact where none is another's neighbour
-            each = [tables.around(index, choice) for index in members]
-            differences = [own - own[:, choice[index], None] for index, (own, _) in zip(members, each, strict=True)]
-            then = total[:, None] + np.sum(differences, axis=0)
-            loads, allowed = then[tables.streams].sum(axis=0), np.all([allowed for _, allowed in each], axis=0)
-            allowed &= (tables.ticks(then) <= to_ticks(most)) & (loads < total[tables.streams].sum())
-            # 2. The first of them that is as good, by the exact sums
-            for other in sorted(np.flatnonzero(allowed).tolist(), key=lambda number: (loads[number], number)):
-                taken = list(choice)
-                for index in members:
-                    taken[index] = other
-                sums, _ = tables.sums(taken)
-                is_less = sums[tables.streams].sum() < total[tables.streams].sum()
-                if is_less and _is_as_good(problem, tuple(taken), most):
-                    choice, total, changed = tuple(taken), sums, True
-                    break
-    return choice
-
-
-def _alike(problem: Problem, choice: Choice, most: float) -> Choice:
-    """A choice that takes at most so many seconds, with equal data for ops of one group where that does."""
-    known = {id(op.candidates): [candidate.data for candidate in op.candidates] for op in problem.ops}
-    data = [known[id(op.candidates)] for op in problem.ops]
-    groups: dict[str, list[int]] = {}
-    for index, op in enumerate(problem.ops):
-        if data[index][0] is not None:
-            groups.setdefault(op.group, []).append(index)
-    for members in groups.values():
-        chosen = Counter(data[index][choice[index]] for index in members)
-        for wanted, _ in chosen.most_common() if len(chosen) > 1 else []:
-            if all(wanted in data[index] for index in members):
-                places = {index: data[index].index(wanted) for index in members}
-                other = tuple(places.get(index, own) for index, own in enumerate(choice))
-                if _is_as_good(problem, other, most):
-                    choice = other
-                    break
-    return choice
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Equal layers: of each the ops, in the same order."""
-
-    places: list[list[int]]
-
-    def kinds(self, choice: Choice) -> list[Choice]:
-        """What is chosen for each layer."""
-        return [tuple(choice[index] for index in own) for own in self.places]
-
-    def written(self, choice: Choice, kinds: Sequence[Choice]) -> Choice:
-        """`choice` with these for the layers."""
-        found = list(choice)
-        for own, kind in zip(self.places, kinds, strict=True):
-            for index, value in zip(own, kind, strict=True):
-                found[index] = value
-        return tuple(found)
