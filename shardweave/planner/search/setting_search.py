@@ -397,7 +397,8 @@ class SettingSearch:
 
     def _alike(self, costed: Costed, incumbent: Incumbent) -> None:
         """Propose plans that are alike in all layers, those first that the program says are fastest."""
-        self._propose(costed, data_parallel(costed), incumbent, MAX_SIMULATED_ALIKE)  # the simplest, however close it is
+        # The simplest, however close the best is
+        self._propose(costed, data_parallel(costed), incumbent, MAX_SIMULATED_ALIKE)
         for kind in (recomputed_alike, gathered_once, partly_sharded, tensor_parallel):
             if self._is_close(costed, incumbent):
                 return
