@@ -27,8 +27,8 @@ from torch import Tensor, fx, nn
 
 from shardweave.compiler.capture_errors import refuse_open_sizes
 from shardweave.compiler.compiler import Compiler, check_world
-from shardweave.compiler.dynamo_workarounds import recurrent_layers
 from shardweave.compiler.joint_graph import asserts_as_values, enclose_open_sizes, extend_backward, is_token
+from shardweave.compiler.traceable_forms import recurrent_layers
 from shardweave.cost_model import OLD_OPTION_NAMES, Cluster, Options
 from shardweave.distributed import RuntimeMesh, control, gather_from_ranks, run_on_each_rank
 from shardweave.ir import SEED, Axis, Captured, CaptureError, Mesh, ParallelError, digit_size
