@@ -50,7 +50,7 @@ def rooms() -> list[str]:
 def room_of(module: str) -> str:
     """The room of a module of the package.
 
-    >>> room_of("shardweave.passes.verify"), room_of("shardweave")
+    >>> room_of("shardweave.passes.base"), room_of("shardweave")
     ('passes', 'shardweave')
     """
     return (module.split(".") + [PUBLIC])[1]

@@ -427,7 +427,7 @@ def state_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
     dims = [list(dim) for dim in compute.dims]
     order: dict[Digit, int] = {axis: index for index, axis in enumerate(mesh.axes)}
     for axis in mesh.ordered(axes):
-        best: tuple[int, int] | None = None
+        best: tuple[int, int, int] | None = None
         for dim, digits in enumerate(dims):
             at = max((index for index, digit in enumerate(digits) if isinstance(digit, Axis)), default=-1) + 1
             local = digits[at] if at < len(digits) else 1
@@ -438,13 +438,12 @@ def state_layout(compute: Layout, axes: Sequence[Axis], mesh: Mesh) -> Layout:
             disordered = any(order.get(digit, -1) > order[axis] for digit in before)
             score = 2 * strided + disordered
             if best is None or score < best[0]:
-                best = score, dim
+                best = score, dim, at
         if best is not None:
-            digits = dims[best[1]]
-            at = max((index for index, digit in enumerate(digits) if isinstance(digit, Axis)), default=-1) + 1
-            local = digits[at]
+            _, dim, at = best
+            local = dims[dim][at]
             assert isinstance(local, int)
-            digits[at : at + 1] = [axis, local // axis.size]
+            dims[dim][at : at + 1] = [axis, local // axis.size]
     return Layout(tuple(normalise(dim) for dim in dims))
 
 

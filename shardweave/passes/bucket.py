@@ -31,7 +31,7 @@ from torch import fx
 from shardweave.cost_model import Cluster, Demand, NodeCosts, StreamOp, Transfer, bytes_seconds, replay
 from shardweave.ir import META, Collective, axes_size
 from shardweave.passes.base import Pass, Property
-from shardweave.passes.partition import StateSharding
+from shardweave.passes.sharded_values import StateSharding
 from shardweave.passes.spmd_builder import finished, sort_by_place
 from shardweave.sharding import fake_result, info, is_wait, layer_of
 

@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import fx
 
 from shardweave.ir import LayoutError, StepSpec, VerifyError, axes_size, readable_bytes
 from shardweave.ops import is_coordinate
 from shardweave.passes.spmd_builder import remove_dead
-from shardweave.sharding import graph_outputs, info, module_of
-
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+from shardweave.sharding import graph_outputs, info, is_wait, module_of
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ def commented(graph: fx.Graph) -> Callable[[list[str]], list[str]]:
     It also moves the deletion of a collective's input behind its wait: the collective may read it until then.
     """
     comments: dict[str, str] = {}
-    starts = {node.name: arg.name for node in graph.nodes if node.target is WAIT for arg in node.all_input_nodes}
+    starts = {node.name: arg.name for node in graph.nodes if is_wait(node) for arg in node.all_input_nodes}
     for node in graph.nodes:
         collective = info(node).collective
         if collective is not None:

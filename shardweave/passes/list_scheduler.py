@@ -575,8 +575,10 @@ class _ListScheduler:
                 heapq.heappush(self.ready, (_RIGHT_BEHIND, task))
                 return
         # 2. Finish gradient reductions whose memory is needed, or that are too many.
-        if self.tasks.started[task] < 0:
-            self._wait_for_memory(self.born[task] + self.tasks.sending[task] + self.tasks.scratch[task])
+        more = self.born[task] + self.tasks.sending[task] + self.tasks.scratch[task]
+        if self.tasks.started[task] < 0 and more:
+            while self.reductions_under_way and not self.communication_limit.allows(self.held + more):
+                self._wait_for_oldest_reduction()
         transfers = self.tasks.transfers[task]
         if transfers is not None and transfers.collective.cause == "gradient":
             while len(self.reductions_under_way) > self.reductions:
@@ -587,11 +589,6 @@ class _ListScheduler:
         if self.tasks.started[task] >= 0 and task in self.reductions_under_way:
             self.reductions_under_way.remove(task)
         self._finish(task)
-
-    def _wait_for_memory(self, more: int) -> None:
-        """Wait for gradient reductions until `more` bytes fit into the limit for communication."""
-        while more and self.reductions_under_way and not self.communication_limit.allows(self.held + more):
-            self._wait_for_oldest_reduction()
 
     def _wait_for_oldest_reduction(self) -> None:
         """Wait for the gradient reduction that was started first."""

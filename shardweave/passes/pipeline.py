@@ -43,11 +43,11 @@ from shardweave.ir import (
 from shardweave.passes.base import Pass, PassManager
 from shardweave.passes.bucket import Bucket, has_merged
 from shardweave.passes.codegen import MicroBatchGraphs, Step, graph_hash, split, split_whole_batch_sums
-from shardweave.passes.disable_overlap import DisableOverlap
-from shardweave.passes.partition import Shard, ShardedStep, StateSharding, sharded_step
+from shardweave.passes.partition import Shard, ShardedStep, sharded_step
 from shardweave.passes.quantize import Quantize
 from shardweave.passes.recompute import KeepUnsharded, Recompute
-from shardweave.passes.schedule import RepeatedLayers, Schedule, fits
+from shardweave.passes.schedule import DisableOverlap, RepeatedLayers, Schedule, fits
+from shardweave.passes.sharded_values import StateSharding
 from shardweave.passes.step_boundary import Annotated, Boundary, data_axes, join_names, mesh_for
 from shardweave.passes.unroll_sub_batches import UnrollSubBatches
 from shardweave.sharding import (

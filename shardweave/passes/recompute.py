@@ -279,7 +279,7 @@ class _Fusible:
             (source,) = source.all_input_nodes
             if source in self.kept:
                 return  # it may be recomputed without
-            if source.op == "call_function" and _bytes(source) < _bytes(found):
+            if source.op == "call_function" and source.meta["val"].nbytes < found.meta["val"].nbytes:
                 found = source
         if found is not value:
             self.kept.remove(value)
@@ -353,8 +353,3 @@ def _is_fusible(node: fx.Node) -> bool:
 
 
 _FUSIBLE = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default}
-
-
-def _bytes(node: fx.Node) -> int:
-    value: torch.Tensor = node.meta["val"]
-    return value.numel() * value.element_size()

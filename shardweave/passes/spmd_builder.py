@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import keyword
 import operator
 import re
@@ -343,7 +344,7 @@ class LocalGraph:
             pairs = self.call(origin, aten.view_as_real.default, node)
             pairs = self._collect(kind, target, pairs, step, origin, *args)
             return self.call(origin, aten.view_as_complex.default, pairs)
-        whole = value.numel() * value.element_size() * (axes_size(step.axes) if kind == "all_gather" else 1)
+        whole = value.nbytes * (axes_size(step.axes) if kind == "all_gather" else 1)
         collective = Collective(kind, step.axes, whole, origin.op, origin.reason, origin.cause)
         start = self.call(origin, target, node, *args, group_name(step.axes), collective=collective)
         return self.call(origin, c10d.wait_tensor.default, start)
@@ -488,16 +489,20 @@ def sort_by_place(graph: fx.Graph, place: Mapping[fx.Node, int]) -> None:
     missing = {node: len(node.all_input_nodes) for node in graph.nodes}
     ready = [(place[node], -made[node], node) for node in graph.nodes if not missing[node]]
     heapq.heapify(ready)
-    last = None
+    order = []
     while ready:
-        _, _, node = heapq.heappop(ready)
-        if last is not None:
-            last.append(node)
-        last = node
-        for user in node.users:
+        order.append(heapq.heappop(ready)[-1])
+        for user in order[-1].users:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, (place[user], -made[user], user))
+    reorder(order)
+
+
+def reorder(order: Sequence[fx.Node]) -> None:
+    """Put the nodes of a graph into this order. Others stay where they are: the output is last."""
+    for before, node in itertools.pairwise(order):
+        before.append(node)
 
 
 def finished(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -27,8 +27,8 @@ from shardweave.ir.layout import (
     steps_between,
     without_axes,
 )
+from shardweave.passes.base import verify
 from shardweave.passes.spmd_builder import LocalGraph, Origin
-from shardweave.passes.verify import verify
 from shardweave.sharding.rules.registry import bind, parse
 from tests import lockstep
 from tests.passes.harness import collectives, examples, mesh_of, meshes, random_assignment, together

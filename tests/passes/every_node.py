@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from shardweave.ir import Layout, Mesh
-from shardweave.passes.partition import Shard, Sharder, StateSharding
-from shardweave.passes.verify import verify
+from shardweave.passes.base import verify
+from shardweave.passes.partition import Shard, Sharder
+from shardweave.passes.sharded_values import StateSharding
 from shardweave.sharding.graphs import info
 from tests import lockstep
 from tests.passes.harness import mesh_of, output_nodes, placeholders, random_assignments, random_layout, together

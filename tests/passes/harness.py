@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardweave.ir import Assignment, Axis, BoundRule, Collective, Layout, Mesh
 from shardweave.ir.layout import dims_layout
+from shardweave.passes.base import verify
 from shardweave.passes.partition import Shard, Sharder
-from shardweave.passes.verify import verify
 from shardweave.sharding.annotate import Annotate, depends_on_inputs, source_of
 from shardweave.sharding.graphs import info
 from shardweave.sharding.rules import find_rule

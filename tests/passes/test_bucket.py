@@ -18,11 +18,11 @@ from shardweave.cost_model import Cluster, NodeCosts
 from shardweave.cost_model.memory import liveness
 from shardweave.cost_model.options import Options
 from shardweave.ir import Ablation, Collective, Grid, Strategy
+from shardweave.passes.base import verify
 from shardweave.passes.bucket import Bucket, _Member, _Merger, sides
 from shardweave.passes.codegen import MicroBatchGraphs
-from shardweave.passes.partition import StateSharding
 from shardweave.passes.pipeline import Compiled, lower
-from shardweave.passes.verify import verify
+from shardweave.passes.sharded_values import StateSharding
 from shardweave.planner.problem.space import forced_strategies
 from shardweave.sharding.graphs import alias_of, info
 from tests.cost_model.handmade import Builder

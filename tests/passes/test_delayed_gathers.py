@@ -13,16 +13,9 @@ from shardweave.cost_model.collectives import Demand
 from shardweave.cost_model.options import Options
 from shardweave.ir import Axis, Collective
 from shardweave.passes import schedule
+from shardweave.passes.candidate_orders import Edge, candidate_keys, delayed_gathers, gather_groups_of, transfer_cause
 from shardweave.passes.list_scheduler import CollectiveStart, TaskGraph, list_schedule
-from shardweave.passes.schedule import (
-    GATHER_DEPTHS,
-    Edge,
-    Schedule,
-    candidate_keys,
-    delayed_gathers,
-    gather_groups_of,
-    transfer_cause,
-)
+from shardweave.passes.schedule import GATHER_DEPTHS, Schedule
 from tests.passes.bounds import exposed_at_least, seconds_at_least
 from tests.passes.harness import examples
 from tests.passes.test_list_scheduler import forced, random_tasks, step_of, tasks_of, unordered, without_slowdown

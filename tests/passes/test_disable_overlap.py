@@ -13,10 +13,10 @@ from shardweave.cost_model import Cluster
 from shardweave.cost_model.options import Options
 from shardweave.ir import Ablation, Grid, OverlapConfig, Strategy, Traffic
 from shardweave.ir.errors import PlanError
-from shardweave.passes.disable_overlap import traffic_of
-from shardweave.passes.partition import StateSharding
+from shardweave.passes.candidate_orders import WAIT
 from shardweave.passes.pipeline import Compiled, lower
-from shardweave.passes.schedule import WAIT
+from shardweave.passes.schedule import traffic_of
+from shardweave.passes.sharded_values import StateSharding
 from shardweave.sharding.graphs import info
 from tests.models import mlp
 from tests.passes.harness import mesh_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardweave.cost_model.options import Options
+from shardweave.passes.candidate_orders import bidirectional_schedules, order_by_begin
 from shardweave.passes.list_scheduler import simulate_order
-from shardweave.passes.schedule import Schedule, bidirectional_schedules, order_by_begin
+from shardweave.passes.schedule import Schedule
 from tests.passes.test_list_scheduler import forced, step_of, unordered, without_slowdown
 
 

@@ -26,9 +26,10 @@ from shardweave.cost_model.node_cost import NodeCosts
 from shardweave.cost_model.options import Options
 from shardweave.demo.model import GPT, GPTConfig
 from shardweave.ir import META, UNLIMITED, Axis, Collective, Grid, NodeInfo, RecomputeMode, Strategy
+from shardweave.passes.candidate_orders import WAIT, bidirectional_schedules, gather_ahead_edges, gather_groups_of
 from shardweave.passes.list_scheduler import CollectiveStart, LeftOut, TaskGraph, list_schedule, simulate_order
 from shardweave.passes.pipeline import lower
-from shardweave.passes.schedule import WAIT, Schedule, bidirectional_schedules, gather_ahead_edges, gather_groups_of
+from shardweave.passes.schedule import Schedule
 from shardweave.passes.step_boundary import Annotated, annotate
 from shardweave.planner.problem.space import forced_strategies
 from shardweave.sharding.graphs import info

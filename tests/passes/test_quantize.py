@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardweave.cost_model.op_work import node_work
 from shardweave.cost_model.options import Options
 from shardweave.ir import Ablation, Mesh, Quantized, axes_size
+from shardweave.passes.base import verify
 from shardweave.passes.pipeline import Compiled, lower
 from shardweave.passes.quantize import Quantize, quantization_stages
-from shardweave.passes.verify import verify
 from shardweave.planner.problem.space import forced_strategies
 from shardweave.sharding.graphs import copied, copied_from, info, is_start, is_wait
 from tests import local_tensor, lockstep

@@ -18,9 +18,10 @@ from shardweave.cost_model import Cluster
 from shardweave.cost_model.options import Options
 from shardweave.ir import META, Collective, Grid, NodeInfo, Strategy
 from shardweave.ir.errors import VerifyError
+from shardweave.passes.base import verify
+from shardweave.passes.candidate_orders import GLUE, WAIT
 from shardweave.passes.pipeline import Compiled, lower
-from shardweave.passes.schedule import GLUE, WAIT, Schedule, fits
-from shardweave.passes.verify import verify
+from shardweave.passes.schedule import Schedule, fits
 from shardweave.planner.problem.space import legal
 from shardweave.sharding.graphs import copied, info
 from tests.passes.harness import examples, mesh_of

@@ -16,9 +16,9 @@ from shardweave.cost_model.node_cost import NodeCosts
 from shardweave.cost_model.options import Options
 from shardweave.ir import META
 from shardweave.ir.errors import VerifyError
+from shardweave.passes.base import verify, verify_memory
 from shardweave.passes.pipeline import lower
 from shardweave.passes.schedule import Schedule, fits
-from shardweave.passes.verify import verify, verify_memory
 from shardweave.planner.problem.space import forced_strategies
 from shardweave.sharding.graphs import copied, info
 from tests.passes.harness import mesh_of

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardweave.ir import Assignment, Mesh
 from shardweave.ops.seeded_random import seeded
+from shardweave.passes.base import verify
 from shardweave.passes.partition import Shard, Sharder
-from shardweave.passes.verify import verify
 from shardweave.sharding.annotate import Annotate
 from shardweave.sharding.rules.matmul import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from tests.passes.harness import (

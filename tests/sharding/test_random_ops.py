@@ -18,9 +18,9 @@ from shardweave.cost_model.options import Options
 from shardweave.ir import SEED, Assignment, Mesh
 from shardweave.ir.captured import Captured
 from shardweave.ir.layout import input_layouts, output_layouts
+from shardweave.passes.base import verify
 from shardweave.passes.partition import Shard, Sharder
 from shardweave.passes.step_boundary import annotate
-from shardweave.passes.verify import verify
 from shardweave.sharding.graphs import copied, info
 from shardweave.sharding.rules import RULES
 from shardweave.sharding.rules.pointwise import draws
