@@ -8,7 +8,7 @@ import gc
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,6 @@ from shardweave.distributed import (
 from shardweave.ir import (
     Captured,
     InputError,
-    Layout,
     LayoutError,
     ParallelError,
     PlanError,
@@ -60,6 +59,7 @@ from shardweave.report import LOGGER, Reporter
 from shardweave.runtime import (
     Batch,
     CompiledStep,
+    OtherCall,
     ParallelModule,
     PredictedStep,
     Recompile,
@@ -306,7 +306,7 @@ class Compiler:
         def place_parameters() -> ParallelModule:
             return make(
                 model,
-                **{each.name: getattr(first, each.name) for each in fields(first)},
+                first,
                 plan=made,
                 timeout=self.options.collective_timeout,
                 batch=self.batch,
@@ -336,30 +336,8 @@ class Compiler:
             call_text(call.names, leaves, captured.training, lowered.step.spec.trains, captured.input_gradients),
         )
 
-    def compile_again(
-        self,
-        plan: Plan,
-        first: Compiled,
-        model: nn.Module,
-        example_inputs: tuple[Any, ...],
-        parts: int,
-        trains: bool,
-        layouts: Mapping[str, Layout],
-    ) -> CompiledStep:
+    def compile_again(self, plan: Plan, first: Compiled, call: OtherCall) -> CompiledStep:
         """The step of another call of the model, from the `plan` of the `first` step. Collective.
-
-        Parameters
-        ----------
-        model : nn.Module
-            The model as it is now; the values of its parameters do not matter.
-        example_inputs : tuple
-            ``(args, kwargs)`` of the call.
-        parts : int
-            The number of parts of the global batch, of which the inputs are one.
-        trains : bool
-            Whether the step has a backward.
-        layouts : mapping of str to Layout
-            Where the parameters of `model` lie.
 
         Raises
         ------
@@ -369,8 +347,8 @@ class Compiler:
 
         def compile() -> CompiledStep | Exception:
             try:
-                with internal_errors(model), contextlib.nullcontext() if trains else torch.no_grad():
-                    return self._lowered_again(plan, first, model, example_inputs, parts, layouts)
+                with internal_errors(call.model), contextlib.nullcontext() if call.trains else torch.no_grad():
+                    return self._lowered_again(plan, first, call)
             except Exception as error:  # a control group that is closed would end all later calls
                 return error
 
@@ -382,17 +360,10 @@ class Compiler:
         assert isinstance(made, CompiledStep)
         return made
 
-    def _lowered_again(
-        self,
-        plan: Plan,
-        first: Compiled,
-        model: nn.Module,
-        example_inputs: tuple[Any, ...],
-        parts: int,
-        layouts: Mapping[str, Layout],
-    ) -> CompiledStep:
+    def _lowered_again(self, plan: Plan, first: Compiled, call: OtherCall) -> CompiledStep:
         # 1. Capture the step of the global batch. What the options say of the batch is for the first step.
-        inputs, known = example_inputs, {each.name: each for each in first.step.spec.inputs}
+        model, inputs, parts = call.model, call.example_inputs, call.parts
+        known = {each.name: each for each in first.step.spec.inputs}
         if parts > 1:
             rows, _ = inputs_with_first_size(model, inputs)
             batched = {name for name in rows if name not in known or known[name].layout.shard_axes}
@@ -402,7 +373,7 @@ class Compiler:
         # 2. Lower it with the strategies of the plan, as far as its batch can be cut. Its parameters stay.
         made._take(with_buffers(made.captured, {each.name for each in first.step.spec.buffers}))
         captured = made.annotated.captured
-        at_rest = {name: layouts[name] for name in captured.parameters.values()}
+        at_rest = {name: call.layouts[name] for name in captured.parameters.values()}
         made.annotated.captured, made.annotated.first = replace(captured, at_rest=at_rest), first.step.spec
         plan = made.lowering.completed(plan)
         # Axes that do not divide the batch are idle; those that shard the batch of every op are kept first.

@@ -4,7 +4,8 @@ local ranks. It needs a plan and two graphs, and no planner. May import `ir`, `d
 """
 
 import shardweave.ops  # noqa: F401  (registers the ops that generated graphs call)
-from shardweave.runtime.call_checks import AgreedCall, Batch, agree_on_graph, group_of_calls, ranks_agree
+from shardweave.runtime.bound_step import CompiledStep, OtherCall, Recompile, compare_graphs
+from shardweave.runtime.call_checks import AgreedCall, Batch, PredictedStep, agree_on_graph, group_of_calls, ranks_agree
 from shardweave.runtime.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
 from shardweave.runtime.checkpoint.weights import load_weights, save_weights
 from shardweave.runtime.compute_kernels import InductorMode, RegionCompiler
@@ -12,14 +13,14 @@ from shardweave.runtime.execute import boxed
 from shardweave.runtime.initialise import initialise, initialised
 from shardweave.runtime.inputs import call_text, wants_gradient
 from shardweave.runtime.launch import WorkerPool, launch
-from shardweave.runtime.module import CompiledStep, ParallelModule, Recompile, become_parallel, compare_graphs
+from shardweave.runtime.module import ParallelModule, become_parallel
 from shardweave.runtime.module_tree import copy_with_tensors, named_tensors
-from shardweave.runtime.prediction_check import PredictedStep
 
 __all__ = [
     "Batch",
     "CompiledStep",
     "InductorMode",
+    "OtherCall",
     "ParallelModule",
     "PredictedStep",
     "Recompile",

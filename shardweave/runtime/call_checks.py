@@ -4,22 +4,32 @@ Each call begins with one small collective. A rank whose inputs are wrong tells 
 wait for it in the step's collectives. It runs beside the forward, which waits for it before its first collective
 (`Agreement`). In the first calls the ranks also exchange a hash of each input, to find ranks that pass other values
 where all must pass the same.
+
+Calls and backwards that no generated step can serve, such as those of second derivatives, are refused
+(`refuse_transforms`, `check_backward`).
+
+A plan is as good as the figures of its cluster. Where these are of another machine, or were measured while it was busy,
+the plan may be far from the best, and nothing else would tell. So the first training steps are timed
+(`PredictionCheck`), and a warning says where they differ much from what the plan predicts.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from statistics import median
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 
 from shardweave.distributed import Failure, RuntimeMesh, all_gather_objects, collective, control_of, raise_failures
-from shardweave.ir import InputError, ParallelError, StepSpec, ValueSpec
+from shardweave.ir import InputError, ParallelError, StepSpec, ValueSpec, readable_seconds
 from shardweave.ops import IndexChecks
 from shardweave.runtime.inputs import LocalBatch, check_inputs, local_input, wants_gradient
 
@@ -316,6 +326,73 @@ def _check_calls(reports: Sequence[_Report]) -> None:
         )
 
 
+_RUN_TWICE = (
+    "this step has been run backward already, and what it saved is freed: pass retain_graph=True to each backward but "
+    "the last, call the module again, or add the losses up before one backward"
+)
+_USE_TORCH_FUNC = (
+    "compute what needs such derivatives inside the model's forward, with torch.autograd.grad or torch.func "
+    "(torch.func.grad, torch.func.jvp), which are captured, and compile the model with it; docs/how-it-works.md has an "
+    "example"
+)
+
+
+def refuse_transforms(values: Callable[[], Iterable[object]]) -> None:
+    """Raise ParallelError for a call inside a transform of torch.func, or with tensors of forward-mode autograd.
+
+    `values` returns the arguments of the call, and the tensors of the module.
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise ParallelError(
+            "a compiled step is called inside a transform of torch.func (grad, vjp, jvp, vmap, hessian, ...), which "
+            f"cannot see into it: call it outside of the transform, or {_USE_TORCH_FUNC}"
+        )
+    if forward_ad._current_level < 0:
+        return
+    for tensor in values():
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise ParallelError(
+                "a compiled step is called with a dual tensor of torch.autograd.forward_ad, but it has a backward "
+                f"and no forward-mode derivative: {_USE_TORCH_FUNC}"
+            )
+
+
+def check_backward(
+    spec: StepSpec, tangents: Sequence[torch.Tensor | None], saved: object, lost: Sequence[str]
+) -> None:
+    """Raise ParallelError for second derivatives, batched, unknown or `lost` gradients, or a second backward."""
+    if torch.is_grad_enabled():  # create_graph=True
+        raise ParallelError(
+            "create_graph=True asks for gradients that can be differentiated again, but the backward of a compiled "
+            "step is a generated graph without a derivative: second-order terms, such as those of a gradient penalty "
+            "or a Hessian-vector product, would be lost. If gradients are all you need, leave it out; else "
+            f"{_USE_TORCH_FUNC}"
+        )
+    functorch = torch._C._functorch
+    batched = any(tangent is not None and functorch.is_legacy_batchedtensor(tangent) for tangent in tangents)
+    if batched or functorch.maybe_current_level() is not None:
+        raise ParallelError(
+            "the backward of a compiled step is run inside vmap (is_grads_batched=True, or vectorize=True of "
+            "torch.autograd.functional), which cannot see into it: run one backward after another, or "
+            f"{_USE_TORCH_FUNC}"
+        )
+    pairs = zip(tangents, spec.outputs, strict=True)
+    if asked := [output.name for tangent, output in pairs if tangent is not None and output.left_out]:
+        raise ParallelError(
+            f"the loss depends on the output {', '.join(asked)}, but where a model returns a loss of its own, its "
+            "backward starts there and at nothing else: compute the whole loss in the model, or none of it; or detach "
+            "the output, if no gradient is wanted through it"
+        )
+    if saved is None:
+        raise ParallelError(_RUN_TWICE)
+    if lost:
+        raise ParallelError(
+            f"gradients of {', '.join(lost[:5])} were accumulated under no_sync(), "
+            "and would be lost, as these parameters are frozen in the call that reduces them: freeze them after a call "
+            "outside of no_sync()"
+        )
+
+
 class AgreedCall(nn.Module):
     """Checks that all ranks run the same graph on the same inputs; part of a graph that takes whole inputs.
 
@@ -427,3 +504,113 @@ def _all_text(groups: Iterable[Sequence[int]]) -> str:
     """
     listed = [_rank_text(group) for group in groups]
     return " and ".join(listed[:4]) + (" and others" if len(listed) > 4 else "")
+
+
+MAX_ERROR_RATIO = 1.3
+"""Steps that take so many times as long as predicted, or so many times less, lead to a warning."""
+
+SKIPPED_STEPS = 3
+"""Steps that are not timed: connections and the allocator's memory are made in these, and inputs are compared."""
+
+TIMED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """The step time of a plan.
+
+    Parameters
+    ----------
+    seconds : float
+        Of a step, the optimizer's part included.
+    source : str
+        Where the figures of the plan come from, and how to get better ones: for the warning.
+    may_take_less : bool
+        Whether less time is no surprise: plans do not count what Inductor gains.
+    """
+
+    seconds: float
+    source: str
+    may_take_less: bool = False
+
+
+@dataclass
+class PredictionCheck:
+    """Times steps, and warns if they are not as predicted.
+
+    From the start of its forward to the end of its backward a step takes less than the plan says, which counts the
+    optimizer's part, too. From one forward to the next it takes more, with what the user's loop does. The prediction is
+    wrong for sure if the former takes much longer, or the latter much less.
+
+    On a GPU, events of the current stream are recorded, and read once they have happened: the host never waits.
+
+    Parameters
+    ----------
+    predicted : PredictedStep
+    device : torch.device
+        That the steps run on.
+
+    Examples
+    --------
+    >>> check = PredictionCheck(PredictedStep(3600.0, "the figures are of a slower machine"), torch.device("cpu"))
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     while not check.is_done:
+    ...         check.forward_begins()
+    ...         check.backward_ends()
+    >>> print(str(caught[0].message).partition(",")[0])
+    the plan predicts 3600 s a step
+    """
+
+    predicted: PredictedStep
+    device: torch.device
+    is_done: bool = field(default=False, init=False)
+    _begins: list[Any] = field(default_factory=list, init=False)
+    _ends: list[Any] = field(default_factory=list, init=False)
+
+    def forward_begins(self) -> None:
+        """The forward of a training step begins."""
+        if self.is_done:
+            return
+        del self._begins[len(self._ends) :]  # of a call that no backward followed
+        self._begins.append(self._now())
+        if len(self._begins) > SKIPPED_STEPS + TIMED_STEPS and self._have_happened():
+            self.is_done = True
+            self._compare()
+
+    def backward_ends(self) -> None:
+        """The backward of that step ends; of several calls before one backward the last one counts."""
+        if not self.is_done and len(self._ends) < len(self._begins):
+            self._ends.append(self._now())
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _have_happened(self) -> bool:
+        return self.device.type != "cuda" or bool(self._begins[SKIPPED_STEPS + TIMED_STEPS].query())
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return float(1e-3 * begin.elapsed_time(end) if self.device.type == "cuda" else end - begin)
+
+    def _compare(self) -> None:
+        timed = range(SKIPPED_STEPS, SKIPPED_STEPS + TIMED_STEPS)
+        least = median(self._seconds(self._begins[step], self._ends[step]) for step in timed)
+        most = median(self._seconds(self._begins[step], self._begins[step + 1]) for step in timed)
+        self._begins.clear()
+        self._ends.clear()
+        seconds = self.predicted.seconds
+        if least > MAX_ERROR_RATIO * seconds:
+            took = f"its forward and backward alone take {readable_seconds(least)}"
+        elif most < seconds / MAX_ERROR_RATIO and not self.predicted.may_take_less:
+            took = f"the first ones take {readable_seconds(most)}, with all that lies between two of them"
+        else:
+            return
+        warnings.warn(
+            f"the plan predicts {readable_seconds(seconds)} a step, but {took} (median of {TIMED_STEPS}): another plan "
+            f"may be faster. {self.predicted.source}",
+            stacklevel=2,
+        )

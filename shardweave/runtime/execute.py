@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
 
 from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, raise_if_rank_lost
 from shardweave.ir import META, LostRankError, ParallelError, StepSpec, axes_size
-from shardweave.runtime.call_checks import Agreement
+from shardweave.runtime.call_checks import Agreement, PredictionCheck, check_backward
 from shardweave.runtime.grad_accumulation import (
     Accumulation,
     Boxed,
@@ -34,7 +32,6 @@ from shardweave.runtime.grad_accumulation import (
 from shardweave.runtime.inputs import InputGradients, wants_gradient
 from shardweave.runtime.module_tree import TensorLookup
 from shardweave.runtime.parameters import local_tensor
-from shardweave.runtime.prediction_check import PredictionCheck
 from shardweave.runtime.tensor import as_gradient_of, untraced
 
 
@@ -330,6 +327,13 @@ class Executor:
         """Whether all parameters are `frozen`: the call has no part in what calls accumulate."""
         return all(index in frozen for index, sources in enumerate(self.sources) if sources)
 
+    def lost(self, syncs: bool, frozen: frozenset[int]) -> list[str]:
+        """The parameters whose accumulated gradients would be lost, as they are `frozen` in a call that reduces."""
+        if not syncs or self.trains_inputs_alone(frozen):
+            return []
+        names = [spec.name for spec in self.spec.parameters if spec.trainable]
+        return [names[index] for index in sorted(self.shared.reached & frozen)]
+
     def run(
         self, parameters: Sequence[torch.Tensor], inputs: list[torch.Tensor], several: bool = False
     ) -> tuple[list[Any], list[Any]]:
@@ -587,15 +591,6 @@ def _owned(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
     return gradient
 
 
-_RUN_TWICE = (
-    "this step has been run backward already, and what it saved is freed: pass retain_graph=True to each backward but "
-    "the last, call the module again, or add the losses up before one backward"
-)
-_USE_TORCH_FUNC = (
-    "compute what needs such derivatives inside the model's forward, with torch.autograd.grad or torch.func "
-    "(torch.func.grad, torch.func.jvp), which are captured, and compile the model with it; docs/how-it-works.md has an "
-    "example"
-)
 _NO_GRADIENT = (None, None, None, None)
 """The gradients of the first arguments of these functions: the executor and three lists."""
 
@@ -634,7 +629,7 @@ class _StepFunction(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         executor: Executor = ctx.executor
-        _check_backward(executor, tangents, ctx.saved, ctx.syncs, ctx.frozen)
+        check_backward(executor.spec, tangents, ctx.saved, executor.lost(ctx.syncs, ctx.frozen))
         with torch._C.DisableTorchFunctionSubclass():
             versions = _versions([*ctx.parameters, *ctx.inputs])
         if ctx.versions != versions:
@@ -680,7 +675,7 @@ class _MicroBatchesFunction(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         executor: Executor = ctx.executor
-        _check_backward(executor, tangents, ctx.found, ctx.syncs, ctx.frozen)
+        check_backward(executor.spec, tangents, ctx.found, executor.lost(ctx.syncs, ctx.frozen))
         of_inputs, found = ctx.found
         if _graph_is_kept():  # the sums are scaled in place
             found = [None if gradient is None else gradient.clone() for gradient in found]
@@ -702,60 +697,6 @@ def _mark(ctx: Any, executor: Executor, outputs: Sequence[torch.Tensor]) -> None
     ctx.set_materialize_grads(False)
     pairs = zip(outputs, specs, strict=True)
     ctx.mark_non_differentiable(*(x for x, spec in pairs if not (spec.differentiable or spec.left_out)))
-
-
-def refuse_transforms(executor: Executor, arguments: object) -> None:
-    """Raise ParallelError for a call inside a transform of torch.func, or with tensors of forward-mode autograd."""
-    if torch._C._functorch.maybe_current_level() is not None:
-        raise ParallelError(
-            "a compiled step is called inside a transform of torch.func (grad, vjp, jvp, vmap, hessian, ...), which "
-            f"cannot see into it: call it outside of the transform, or {_USE_TORCH_FUNC}"
-        )
-    if forward_ad._current_level < 0:
-        return
-    for tensor in [*tree_leaves(arguments), *executor.parameters(), *executor.buffers()]:
-        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-            raise ParallelError(
-                "a compiled step is called with a dual tensor of torch.autograd.forward_ad, but it has a backward "
-                f"and no forward-mode derivative: {_USE_TORCH_FUNC}"
-            )
-
-
-def _check_backward(
-    executor: Executor, tangents: Sequence[torch.Tensor | None], saved: object, syncs: bool, frozen: frozenset[int]
-) -> None:
-    """Raise ParallelError for second derivatives, batched, unknown or lost gradients, or a second backward."""
-    if torch.is_grad_enabled():  # create_graph=True
-        raise ParallelError(
-            "create_graph=True asks for gradients that can be differentiated again, but the backward of a compiled "
-            "step is a generated graph without a derivative: second-order terms, such as those of a gradient penalty "
-            "or a Hessian-vector product, would be lost. If gradients are all you need, leave it out; else "
-            f"{_USE_TORCH_FUNC}"
-        )
-    functorch = torch._C._functorch
-    batched = any(tangent is not None and functorch.is_legacy_batchedtensor(tangent) for tangent in tangents)
-    if batched or functorch.maybe_current_level() is not None:
-        raise ParallelError(
-            "the backward of a compiled step is run inside vmap (is_grads_batched=True, or vectorize=True of "
-            "torch.autograd.functional), which cannot see into it: run one backward after another, or "
-            f"{_USE_TORCH_FUNC}"
-        )
-    pairs = zip(tangents, executor.spec.outputs, strict=True)
-    if asked := [spec.name for tangent, spec in pairs if tangent is not None and spec.left_out]:
-        raise ParallelError(
-            f"the loss depends on the output {', '.join(asked)}, but where a model returns a loss of its own, its "
-            "backward starts there and at nothing else: compute the whole loss in the model, or none of it; or detach "
-            "the output, if no gradient is wanted through it"
-        )
-    if saved is None:
-        raise ParallelError(_RUN_TWICE)
-    if syncs and not executor.trains_inputs_alone(frozen) and (lost := executor.shared.reached & frozen):
-        names = [spec.name for spec in executor.spec.parameters if spec.trainable]
-        raise ParallelError(
-            f"gradients of {', '.join(names[index] for index in sorted(lost)[:5])} were accumulated under no_sync(), "
-            "and would be lost, as these parameters are frozen in the call that reduces them: freeze them after a call "
-            "outside of no_sync()"
-        )
 
 
 def _graph_is_kept() -> bool:

@@ -16,8 +16,7 @@ from torch import fx
 
 from shardweave.ir import META, Axis, Layout, ParallelError, StepSpec
 from shardweave.passes import MicroBatchGraphs
-from shardweave.runtime.parameters import REDUCE_OPS, padded
-from shardweave.runtime.tensor import part_for_step
+from shardweave.runtime.parameters import REDUCE_OPS, padded, part_for_step
 
 
 def split_steps(value: torch.Tensor, layout: Layout, axis: Axis) -> list[torch.Tensor]:
@@ -253,8 +252,7 @@ def _owned(results: Gradients, held: set[int]) -> Gradients:
     for value in results:
         if value is not None:
             storage = value.untyped_storage()
-            whole = storage.nbytes() == value.numel() * value.element_size()
-            if storage.data_ptr() in held or not whole or not value.is_contiguous():
+            if storage.data_ptr() in held or storage.nbytes() != value.nbytes or not value.is_contiguous():
                 value = value.clone(memory_format=torch.contiguous_format)
             held.add(value.untyped_storage().data_ptr())
         owned.append(value)

@@ -287,7 +287,7 @@ class LocalBatch:
         return given
 
     def own_rows(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
-        """The rows of an output that belong to this rank's samples."""
+        """The rows of a value that belong to this rank's samples."""
         have = _sample_order(_digits_in_samples(spec), self._coordinates(self.mesh.rank))
         return _select_rows(value, have, self._own[self.mesh.rank], spec.rows)
 
@@ -305,10 +305,7 @@ class LocalBatch:
 
     def input_gradient(self, gradient: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
         """The gradient of this rank's samples, from the gradient of the part of an input that this rank computes."""
-        if not spec.rows:
-            return gradient
-        have = _sample_order(_digits_in_samples(spec), self._coordinates(self.mesh.rank))
-        return _select_rows(gradient, have, self._own[self.mesh.rank], spec.rows)
+        return self.own_rows(gradient, spec) if spec.rows else gradient
 
     def has_own_rows(self, spec: ValueSpec) -> bool:
         """Whether an output can be returned as the rows of each rank's own samples."""

@@ -10,154 +10,72 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 import math
 import types
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
-from hashlib import sha256
 from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DistributedSampler
 
 from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
 from shardweave.ir import (
-    ChangedConstant,
     ConstantsCheck,
     InputError,
     Layout,
     ParallelError,
-    Reads,
     StepSpec,
     ValueSpec,
     arguments_opened,
     axes_size,
-    canonical_arguments,
-    dtype_name,
-    leaf_names,
     refuse_changed,
     shown_value,
 )
-from shardweave.ops import IndexChecks, Seeds, all_reduced
-from shardweave.passes import Step, recompute_fusible
-from shardweave.runtime.call_checks import Agreement, Batch, CallChecks, group_of_calls
+from shardweave.ops import Seeds, all_reduced
+from shardweave.runtime.bound_step import (
+    STRUCTURE,
+    BoundStep,
+    CompiledStep,
+    OtherCall,
+    Recompile,
+    StepBinder,
+    compare_graphs,
+)
+from shardweave.runtime.call_checks import Batch, PredictedStep, PredictionCheck, refuse_transforms
 from shardweave.runtime.compute_kernels import InductorMode, RegionCompiler
-from shardweave.runtime.execute import Executor, boxed, refuse_transforms
-from shardweave.runtime.grad_accumulation import Accumulation, Boxed, MicroBatchRunner
+from shardweave.runtime.grad_accumulation import Accumulation, Boxed
 from shardweave.runtime.inputs import (
     CallSignature,
-    InputGradients,
-    LocalBatch,
     autocast_dtypes,
-    check_tensor,
     wants_gradient,
 )
 from shardweave.runtime.module_tree import (
     ModuleTreeGuard,
     TensorLookup,
+    UnsetTensors,
     copy_module_tree,
     copy_without_values,
-    has_value,
     layouts_in_steps,
     meta_tensor_names,
-    named_tensors,
     shard_state_dict,
     share_buffers,
     submodule,
-    without_value,
 )
 from shardweave.runtime.optimizers import note_replaced, register_hook
 from shardweave.runtime.parameters import local_tensor
-from shardweave.runtime.prediction_check import PredictedStep, PredictionCheck
 from shardweave.runtime.tensor import ParallelTensor, distribute, gather, untraced
 
-_STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_flatten", "_unflatten", "_planned", "_execute",
-             "_local", "_calls", "_tree_guard", "_constants", "_bind", "_recompile", "_hidden",
-             "_accumulation", "_steps", "_known", "_passes_parts", "_regions", "_agreement")  # fmt: skip
+_STEP_ATTRIBUTES = ("spec", "graphs", "plan", "mesh", "_coordinates", "_planned", "_step", "_tree_guard", "_binder",
+                    "_recompile", "_hidden", "_accumulation", "_steps", "_known", "_passes_parts")  # fmt: skip
 """Attributes of a parallel module that belong to its compiled steps."""
-_ATTRIBUTES = (*_STEP_ATTRIBUTES, "_unset", "_emptied", "_seeds")
+_ATTRIBUTES = (*_STEP_ATTRIBUTES, "_unset", "_seeds")
 """The attributes of a parallel module that the model does not have."""
-Flatten = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[object]]
-Unflatten = Callable[[list[torch.Tensor]], Any]
-
-
-_STRUCTURE = 1
-"""Where `ParallelModule._modes` has the structure of the module tree."""
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    """A generated step, and what its calls need; the fields are those of `ParallelModule`.
-
-    `call` says in words which call it is for.
-    """
-
-    step: Step
-    flatten: Flatten | None = None
-    unflatten: Unflatten | None = None
-    graphs: Mapping[str, fx.GraphModule] | None = None
-    reads: Reads | None = None
-    checks: IndexChecks | None = None
-    call: str = ""
-
-
-@dataclass(frozen=True)
-class Recompile:
-    """Compiles the steps of calls with other inputs, or in another mode.
-
-    Parameters
-    ----------
-    signature : inspect.Signature
-        Of the model's forward.
-    compile : callable
-        Takes the model with meta tensors, ``(args, kwargs)``, the number of parts of the global batch of which these
-        are one (1 if they are the global batch), whether the step has a backward, and the layouts of the parameters by
-        their names. Collective.
-    limit : int
-        The most steps of one module.
-    """
-
-    signature: inspect.Signature
-    compile: Callable[[nn.Module, tuple[Any, ...], int, bool, Mapping[str, Layout]], CompiledStep]
-    limit: int
-
-
-@dataclass(frozen=True)
-class _BoundStep:
-    """A step bound to this rank: the attributes of the module while it runs, and the mode that it is for."""
-
-    attributes: Mapping[str, Any]
-    modes: tuple[Hashable, ...]
-    trains: bool
-    constants: str = ""
-    """The Python values by which its call differs from those of earlier steps, in words."""
-
-    def changed(self, module: nn.Module) -> list[ChangedConstant]:
-        """The constants of the step that have another value in `module` now."""
-        constants: ConstantsCheck | None = self.attributes["_constants"]
-        return [] if constants is None else constants.changed(module)
-
-    def lacks(self) -> bool:
-        """Whether a parameter or buffer of the step is gone."""
-        execute: Executor = self.attributes["_execute"]
-        return execute.parameters.lacks() or execute.buffers.lacks()
-
-    def unfrozen(self) -> list[str]:
-        """The parameters that are to be trained now, and that the step has no gradients for."""
-        execute: Executor = self.attributes["_execute"]
-        return execute.unfrozen(execute.parameters()) if self.trains else []
-
-    @property
-    def structure(self) -> Hashable:
-        """The structure of the module tree that the step is for: see `ModuleTreeGuard`."""
-        return self.modes[_STRUCTURE]
 
 
 class ParallelModule(nn.Module):
@@ -178,22 +96,12 @@ class ParallelModule(nn.Module):
     ----------
     model : nn.Module
         The model with the names and the values; it is not kept.
-    step : Step
-        The generated graphs and their calling convention.
-    flatten : callable, optional
-        Maps a call's ``(args, kwargs)`` to the tensors of ``spec.inputs``; by default `args` are these tensors.
-    unflatten : callable, optional
-        Maps the outputs to the result of a call; by default the one output, or the tuple of all.
-    graphs : mapping, optional
-        The graph after each stage, for the user.
+    first : CompiledStep
+        The step of the calls that the model was compiled for.
     plan : object, optional
         The plan, for the user.
-    reads : Reads, optional
-        The Python values of the model that are constants of the step. A call after a change of one takes another step.
     timeout : timedelta, optional
         The timeout of collectives; by default that of ``init_process_group``.
-    checks : IndexChecks, optional
-        The ranges of indices among the inputs.
     batch : {"global", "local"}
         The meaning of the batch: see `compile_parallel`.
     whole : bool
@@ -204,8 +112,6 @@ class ParallelModule(nn.Module):
         The plan's step time, if it is for this machine: rank 0 warns if the first steps take much more or less.
     inductor : "auto" or bool
         Inductor compiles the compute between collectives: see `Options.inductor`.
-    call : str
-        The call that the step is for, in words.
     recompile : Recompile, optional
         Compiles steps for calls with other inputs, or in another mode. Without it such calls are refused.
     unset : collection of str, optional
@@ -222,12 +128,8 @@ class ParallelModule(nn.Module):
 
     spec: StepSpec
     graphs: dict[str, fx.GraphModule]
-    _flatten: Flatten
-    _unflatten: Unflatten
-    _execute: Executor
-    _local: LocalBatch | None
-    _calls: CallChecks
-    _constants: ConstantsCheck | None
+    _step: BoundStep
+    """The step that has run last."""
     _planned: StepSpec
     """Of the first step."""
 
@@ -241,21 +143,15 @@ class ParallelModule(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        step: Step,
+        first: CompiledStep,
         *,
-        flatten: Flatten | None = None,
-        unflatten: Unflatten | None = None,
-        graphs: Mapping[str, fx.GraphModule] | None = None,
         plan: Any = None,
         timeout: timedelta | None = None,
-        checks: IndexChecks | None = None,
         batch: Batch = "global",
         whole: bool = False,
         checked_calls: float = 3,
-        reads: Reads | None = None,
         predicted: PredictedStep | None = None,
         inductor: InductorMode = "auto",
-        call: str = "",
         recompile: Recompile | None = None,
         unset: Collection[str] | None = None,
     ) -> None:
@@ -263,41 +159,37 @@ class ParallelModule(nn.Module):
         # alone.
         vars(self).update(vars(nn.Module()))  # the model's own __init__ is not called
         self.training = model.training
-        self.spec = step.spec
-        self._seeds = Seeds(compare_graphs(step, timeout))
+        self.spec = first.step.spec
+        self._seeds = Seeds(compare_graphs(first.step, timeout))
         self.plan = plan
         devices = {tensor.device.type for tensor in model.parameters()} - {"meta"}
         self.mesh = RuntimeMesh(self.spec.mesh, devices.pop() if len(devices) == 1 else None, timeout)
         self._coordinates = self.spec.mesh.coordinates(self.mesh.rank)
-        self._regions = RegionCompiler(inductor, self.mesh.device_type)
-        self._agreement = Agreement()
-        graphs_of_rank = self._bound_graphs(step)
+        self._binder = StepBinder(
+            self.mesh, RegionCompiler(inductor, self.mesh.device_type), self.spec.data_axes, batch, whole, checked_calls
+        )
+        graphs_of_rank = self._binder.graphs(first.step)
         # 2. Copy the module tree, with sharded parameters.
         register_hook()
         specs = (*self.spec.parameters, *self.spec.buffers)
-        self._unset = meta_tensor_names(model) if unset is None else {*unset}
-        self._emptied = set[str]()
-        """Of these the buffers that `to_empty` has emptied."""
-        attributes = copy_module_tree(self, model, specs, self.mesh, self._unset)
+        self._unset = UnsetTensors(meta_tensor_names(model) if unset is None else unset)
+        attributes = copy_module_tree(self, model, specs, self.mesh, self._unset.names)
         note_replaced(model.parameters())
         # 3. Set up the calls.
         self._accumulation, self._recompile, self._planned = Accumulation(), recompile, self.spec
         self._passes_parts: bool | None = None
-        self._bind = functools.partial(_bound_attributes, batch=batch, whole=whole, checked_calls=checked_calls)
         device = torch.device(self.mesh.device_type)
         check = None if predicted is None or self.mesh.rank > 0 else PredictionCheck(predicted, device)
-        first = CompiledStep(step, flatten, unflatten, graphs, reads, checks, call)
-        bound = self._bind(self, first, graphs_of_rank, check=check)
-        vars(self).update(bound)
+        self._switch(self._bound(first, graphs_of_rank, check))
         self.register_load_state_dict_pre_hook(_shard_state_dict)  # type: ignore[no-untyped-call]
         self.register_state_dict_pre_hook(_check_replaced_parameters)  # type: ignore[no-untyped-call]
         self._hidden = {name: attributes[name] for name in attributes.keys() & vars(self).keys() - {"training"}}
         """The model's attributes that this module's own hide: hooks of the model, which are part of its steps."""
         self._take_attributes(model, attributes)
         self._tree_guard = ModuleTreeGuard(self)
-        bound["_constants"] = self._constants = None if reads is None else ConstantsCheck(reads, model, self)
-        self._steps = [_BoundStep(bound, self._modes(), self.spec.trains)]
-        self._known: dict[CallSignature, _BoundStep] = {}
+        self._steps: list[BoundStep] = []
+        self._known: dict[CallSignature, BoundStep] = {}
+        self._switch(self._add(self._step, model, self.spec.trains))
 
     def _take_attributes(self, model: nn.Module, attributes: dict[str, Any]) -> None:
         """Take over the model's own attributes, except those whose names this module has."""
@@ -335,37 +227,37 @@ class ParallelModule(nn.Module):
         """
 
         def given() -> Sequence[object]:
-            refuse_transforms(self._execute, (args, kwargs))
-            return self._flatten(args, kwargs)
+            run = self._step.execute
+            refuse_transforms(lambda: [*tree_leaves((args, kwargs)), *run.parameters(), *run.buffers()])
+            return self._step.compiled.flatten(args, kwargs)
 
         if any(isinstance(leaf, ParallelTensor) for leaf in tree_leaves((args, kwargs))):  # made from a parameter
             args, kwargs = tree_map_only(ParallelTensor, ParallelTensor.full_tensor, (args, kwargs))
         args, kwargs = arguments_opened(args, kwargs)
         if self._recompile is not None:
             self._choose_step(self._recompile, args, kwargs)
+        step, local = self._step, self._step.calls.local
         with torch._C.DisableTorchFunctionSubclass():  # of each attribute of a parameter that is read here
-            values, inputs = self._calls(given, self._running)
+            values, inputs = step.calls(given, self._running)
             if self._passes_parts is None:
-                self._passes_parts = self._calls.passes_parts
-            outputs = self._execute(inputs, values)
-        if self._local is not None:
-            return self._unflatten(self._local.returned(outputs))
-        return self._unflatten(
-            [self._as_user_output(value, spec) for value, spec in zip(outputs, self.spec.outputs, strict=True)]
-        )
+                self._passes_parts = step.calls.passes_parts
+            outputs = step.execute(inputs, values)
+        if local is not None:
+            return step.compiled.unflatten(local.returned(outputs))
+        pairs = zip(outputs, self.spec.outputs, strict=True)
+        return step.compiled.unflatten([self._as_user_output(value, spec) for value, spec in pairs])
 
     def _running(self) -> Mapping[str, bool]:
         """The mode of the next call, which all ranks must share; ParallelError if the step cannot run."""
-        if self._unset:
-            self._check_values()
+        if self._unset.names:
+            self._unset.check(self, self.spec)
         self._tree_guard.warn_of_global_hooks()
         if self._recompile is None:
             self._tree_guard.check()
-            if self._constants is not None:
-                refuse_changed(self._constants.changed(self))
-        if (constants := self._steps[0].attributes["_constants"]) is not None:
+            refuse_changed(self._step.changed(self))
+        if (constants := self._steps[0].constants) is not None:
             constants.check_model(self)
-        return self._execute.running()
+        return self._step.execute.running()
 
     @property
     def unset(self) -> set[str]:
@@ -373,11 +265,7 @@ class ParallelModule(nn.Module):
 
         One that is written, as `torch.nn.init` writes it, has a value from then on.
         """
-        if self._unset:
-            tensors = dict(named_tensors(self))
-            found = {name: tensors.get(name) for name in self._unset}
-            self._unset -= {name for name, own in found.items() if own is None or has_value(local_tensor(own))}
-        return self._unset
+        return self._unset.current(self)
 
     @torch.no_grad()
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
@@ -390,35 +278,8 @@ class ParallelModule(nn.Module):
                 f"to_empty(device={str(device)!r}) would move the module, whose step was compiled for "
                 f"{self.mesh.device_type!r}: give that device, or compile the model on the other one"
             )
-        for name, tensor in named_tensors(self):
-            if not recurse and "." in name:
-                continue
-            part = local_tensor(tensor)
-            part.copy_(without_value(part.shape, part.dtype, self.mesh.device_type))
-            if tensor.is_floating_point() or tensor.is_complex():
-                self._unset.add(name)
-                self._emptied.update(() if isinstance(tensor, nn.Parameter) else (name,))
+        self._unset.empty(self, self.mesh.device_type, recurse)
         return self
-
-    def _check_values(self) -> None:
-        """Raise ParallelError if a tensor that the step reads has no value."""
-        if empty := self.unset & self._emptied:
-            warnings.warn(
-                f"to_empty has emptied {', '.join(sorted(empty)[:5])}, and nothing has written "
-                f"{'it' if len(empty) == 1 else 'them'} since: now zero. Write what is to have another value",
-                stacklevel=2,
-            )
-            tensors = dict(named_tensors(self))
-            for name in empty:
-                local_tensor(tensors[name]).zero_()
-            self._emptied.clear()
-        if read := self.unset & {spec.name for spec in (*self.spec.parameters, *self.spec.buffers)}:
-            raise ParallelError(
-                f"{', '.join(sorted(read)[:5])}: no values for {len(read)} tensors that the step reads, as the model "
-                "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
-                "load_state_dict before the first call, or write them, as torch.nn.init does. A state dict has no "
-                "buffers that are not persistent: build such a module outside of torch.device('meta')"
-            )
 
     # -- steps for other inputs
 
@@ -426,38 +287,33 @@ class ParallelModule(nn.Module):
         structure, *modes = self._tree_guard.modes()
         return self.training, structure, autocast_dtypes(), *modes
 
-    @property
-    def _bound_step(self) -> _BoundStep:
-        """The step that the module has run last."""
-        return next(step for step in self._steps if step.attributes["_execute"] is self._execute)
-
     def _choose_step(self, recompile: Recompile, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Switch to the step of a call. If there is none yet, compile it, which is collective."""
         # 1. Find a step that is compiled. If calls pass the global batch, one with the size of a rank's part of it may
         # be a smaller global batch: it is if all ranks pass the same.
         caught: Exception | None = None
-        step: _BoundStep | None = None
+        step: BoundStep | None = None
         values: list[torch.Tensor] = []
         call = ""
         try:
-            modes, now = self._modes(), self._bound_step
+            modes, now = self._modes(), self._step
             # One whose structure has changed, or that lacks a parameter now, tells nothing of what is trained.
-            whole = now.structure == modes[_STRUCTURE] and not now.lacks()
+            whole = now.structure == modes[STRUCTURE] and not now.lacks()
             leaves = tree_leaves((args, kwargs))
             with torch._C.DisableTorchFunctionSubclass():
-                parameters = self._execute.parameters() if whole else [*self.parameters()]
+                parameters = now.execute.parameters() if whole else [*self.parameters()]
                 trains = any(map(wants_gradient, (*parameters, *leaves)))
                 wanted = CallSignature.of(recompile.signature, args, kwargs, modes, trains)
                 step = self._known.get(wanted)
                 has_parameters = step is not None and (whole if step is now else not step.lacks())
-                fits = step is not None and has_parameters and self._fits(step, trains)
+                fits = step is not None and has_parameters and step.fits(self, trains)
             if not fits:
                 call = wanted.text(recompile.signature, args, kwargs)
                 step, values = self._accepting_step(wanted, args, kwargs)
         except Exception as error:  # the other ranks must be told, whatever the error is
             caught = error
-        is_ambiguous = step is not None and self._passes_parts is False and step.attributes["_calls"].are_parts(values)
-        if is_ambiguous and self._calls.are_equal(call, values):
+        is_ambiguous = step is not None and self._passes_parts is False and step.calls.are_parts(values)
+        if is_ambiguous and self._step.calls.are_equal(call, values):
             step, _ = self._accepting_step(wanted, args, kwargs, whole=True)
         if step is not None:
             self._use(step, wanted)
@@ -468,7 +324,7 @@ class ParallelModule(nn.Module):
             if caught is None:
                 parts = self.data_world_size if is_part or (is_part is None and self._passes_parts) else 1
                 call += f" (one of {parts} parts)" if parts > 1 else ""
-                alike = [step for step in self._steps if step.structure == modes[_STRUCTURE]]
+                alike = [step for step in self._steps if step.structure == modes[STRUCTURE]]
                 changed = {each.shown: each for step in alike for each in step.changed(self)}
                 constants = "".join(f" and {name} = {shown_value(each.now)}" for name, each in changed.items())
                 unfrozen = dict.fromkeys(name for step in alike if not step.lacks() for name in step.unfrozen())
@@ -476,44 +332,31 @@ class ParallelModule(nn.Module):
                 changes = self._tree_guard.changes
                 constants += f" and a model in which {changes}" if changes else ""
                 call += constants
-                example = self._checked_example(recompile, call, args, kwargs)
+                example = recompile.example(self._steps, call, args, kwargs, self.mesh.device_type)
                 twin = self._without_values(trains)
         except Exception as error:  # as above
             caught = error
-        self._calls.agree_to_compile(call, caught)
+        self._step.calls.agree_to_compile(call, caught)
         # 3. Compile it from the plan.
-        self._warn_of_compiling(recompile, call, is_part is None, changed.values())
-        compiled = recompile.compile(twin, example, parts, trains, layouts_in_steps(self))
+        if self.mesh.rank == 0:
+            recompile.warn(self._steps, self._step.calls.call, call, is_part is None, changed.values())
+        compiled = recompile.compile(OtherCall(twin, example, parts, trains, layouts_in_steps(self)))
         compare_graphs(compiled.step, self.mesh.timeout)
         step = self._add_step(dataclasses.replace(compiled, call=compiled.call + constants), twin, trains, constants)
         self._use(step, wanted)
 
     def _accepting_step(
         self, wanted: CallSignature, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = False
-    ) -> tuple[_BoundStep | None, list[torch.Tensor]]:
+    ) -> tuple[BoundStep | None, list[torch.Tensor]]:
         """The step that computes a call, and the tensors of the call; None if there is no such step yet.
 
-        A step with a backward computes calls without gradients too. One with gradients of inputs does not compute calls
-        with other gradients, which would take longer than they need. If `whole`, the call has the global batch.
+        If `whole`, the call has the global batch.
         """
         for step in self._steps:
-            if step.modes != wanted.modes or (wanted.trains and not step.trains) or step.lacks():
-                continue
-            calls: CallChecks = step.attributes["_calls"]
-            try:
-                values = calls.checked(step.attributes["_flatten"](args, kwargs))
-            except InputError:
-                continue
-            asked = tuple(index for index, value in enumerate(values) if wants_gradient(value))
-            if wanted.trains and asked != calls.spec.differentiable_inputs or not self._fits(step, wanted.trains):
-                continue
-            if not (whole and calls.are_parts(values)):
+            values = step.accepts(self, wanted, args, kwargs)
+            if values is not None and not (whole and step.calls.are_parts(values)):
                 return step, values
         return None, []
-
-    def _fits(self, step: _BoundStep, trains: bool) -> bool:
-        """Whether a step has the Python values, and if the call `trains`, the trained parameters of now."""
-        return not step.changed(self) and not (trains and step.unfrozen())
 
     def _passes_known_part(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: str) -> bool | None:
         """Whether a call that is to be compiled passes a part of the batch of a step that is there.
@@ -521,62 +364,23 @@ class ParallelModule(nn.Module):
         None if its inputs have the sizes of no such step. May be collective.
         """
         for step in self._steps:
-            calls: CallChecks = step.attributes["_calls"]
             with contextlib.suppress(InputError), torch.no_grad():  # whatever inputs require gradients
-                values = calls.checked(step.attributes["_flatten"](args, kwargs))
-                is_part = calls.are_parts(values)
-                if is_part and not self._passes_parts and self._calls.are_equal(call, values):
+                values = step.checked(args, kwargs)
+                is_part = step.calls.are_parts(values)
+                if is_part and not self._passes_parts and self._step.calls.are_equal(call, values):
                     return None  # a smaller global batch
                 return is_part
         return None
 
-    def _use(self, step: _BoundStep, wanted: CallSignature) -> None:
+    def _use(self, step: BoundStep, wanted: CallSignature) -> None:
         self._known[wanted] = step
-        if self._execute is not step.attributes["_execute"]:
-            self._execute.release()
-            vars(self).update(step.attributes)
+        if self._step is not step:
+            self._step.execute.release()
+            self._switch(step)
 
-    def _checked_example(
-        self, recompile: Recompile, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """The arguments of a call that is to be compiled, without their history; InputError if no step takes them."""
-        leaves, spec = tree_flatten(canonical_arguments(recompile.signature, args, kwargs))
-        names = leaf_names(recompile.signature, args, kwargs)
-        known = {each.name: each for step in self._steps for each in step.attributes["spec"].inputs}
-        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-            if isinstance(leaf, torch.Tensor):
-                dtype = known[name].dtype if name in known else dtype_name(leaf.dtype)
-                check_tensor(leaf, ValueSpec(name, Layout.replicated(leaf.shape), dtype, True), self.mesh.device_type)
-                leaves[index] = leaf.detach().requires_grad_(wants_gradient(leaf))
-        if len(self._steps) >= recompile.limit:
-            calls = "; ".join(step.attributes["_calls"].call for step in self._steps[:4])
-            raise InputError(
-                f"a call with {call} needs a step of its own, but {len(self._steps)} are compiled already, the most "
-                f"that Options(recompile_limit={recompile.limit}) allows (for {calls}, ...). Pad the inputs to a few "
-                "sizes (drop_last=True leaves out a smaller last batch), make a Python value that changes from call to "
-                "call a tensor, as an input or a buffer, or set a higher limit"
-            )
-        found: tuple[Any, ...] = tree_unflatten(leaves, spec)
-        return found
-
-    def _warn_of_compiling(
-        self, recompile: Recompile, call: str, is_other_size: bool, changed: Collection[ChangedConstant]
-    ) -> None:
-        """Warn once that inputs of other sizes compile a step each, and once that changed Python values do."""
-        inputs = {step.attributes["_calls"].call.split(" in ")[0] for step in self._steps}
-        reason = way_out = ""
-        if changed and not any(step.constants for step in self._steps):
-            told = [f"{each.shown} is {shown_value(each.now)} and was {shown_value(each.before)}" for each in changed]
-            reason, way_out = f"as {', '.join(told)}. Each value", "pass what changes often as a tensor, or in a buffer"
-        elif is_other_size and len(inputs) == 1 and call.split(" in ")[0] not in inputs:
-            reason = f"for {call}, as it was for {self._calls.call}. Each size of the inputs"
-            way_out = "pad the inputs to a few sizes, or leave out a smaller last batch (drop_last=True)"
-        if self.mesh.rank == 0 and reason:
-            warnings.warn(
-                f"the model is compiled again, {reason} takes a step of its own, and a module has at most "
-                f"{recompile.limit} (Options(recompile_limit=...)): {way_out}, to compile less",
-                stacklevel=9,
-            )
+    def _switch(self, step: BoundStep) -> None:
+        graphs = dict(step.compiled.graphs or {"forward": step.compiled.step.forward})
+        vars(self).update(_step=step, spec=step.spec, graphs=graphs)
 
     def _without_values(self, trains: bool) -> nn.Module:
         """The model as it is now, with parameters on the meta device; if it `trains`, they require gradients."""
@@ -584,13 +388,13 @@ class ParallelModule(nn.Module):
         if kind is nn.Module:
             raise InputError("the class of this model is not known: call it with inputs as it was compiled for")
         own = {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
-        specs = [step.attributes["spec"] for step in self._steps if step.trains]
+        specs = [step.spec for step in self._steps if step.trains]
         known = {each.name: each.trainable for spec in specs for each in spec.parameters}
         named = self.named_parameters()
         trained = [name for name, each in named if trains and (each.requires_grad or known.get(name))]
         return copy_without_values(self, kind, {**own, **self._hidden}, trained)
 
-    def _add_step(self, compiled: CompiledStep, model: nn.Module, trains: bool, constants: str) -> _BoundStep:
+    def _add_step(self, compiled: CompiledStep, model: nn.Module, trains: bool, told: str) -> BoundStep:
         """Bind a step for other calls. Collective."""
         spec, layouts = compiled.step.spec, layouts_in_steps(self)
         for each in (*spec.parameters, *spec.buffers):
@@ -602,22 +406,19 @@ class ParallelModule(nn.Module):
                     "in the same way"
                 )
         share_buffers(self, spec.buffers, self.mesh)
-        bound = self._bind(self, compiled, self._bound_graphs(compiled.step))
-        bound["_constants"] = None if compiled.reads is None else ConstantsCheck(compiled.reads, model, self)
-        step = _BoundStep(bound, self._modes(), trains, constants)
+        return self._add(self._bound(compiled, self._binder.graphs(compiled.step)), model, trains, told)
+
+    def _bound(
+        self, compiled: CompiledStep, graphs: tuple[Boxed, Boxed | None], check: PredictionCheck | None = None
+    ) -> BoundStep:
+        return self._binder.bound(self, compiled, graphs, lambda: self._seeds(), self._accumulation, check)
+
+    def _add(self, bound: BoundStep, model: nn.Module, trains: bool, told: str = "") -> BoundStep:
+        reads = bound.compiled.reads
+        constants = None if reads is None else ConstantsCheck(reads, model, self)
+        step = dataclasses.replace(bound, constants=constants, modes=self._modes(), trains=trains, told=told)
         self._steps.append(step)
         return step
-
-    def _bound_graphs(self, step: Step) -> tuple[Boxed, Boxed | None]:
-        """The forward and the backward of a step, bound to process groups."""
-        forward, backward = step.forward, step.backward
-        if backward is not None and self._regions.is_on:
-            num_results = len(step.spec.mutated_buffers) + len(step.spec.outputs)
-            forward, backward = recompute_fusible(forward, backward, num_results)
-        return self._bound(forward, self._agreement), None if backward is None else self._bound(backward)
-
-    def _bound(self, graph: fx.GraphModule, agreement: Agreement | None = None) -> Boxed:
-        return boxed(graph, self._regions(graph, self.mesh.bind_graph(graph.graph)), self.mesh, agreement)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -648,7 +449,7 @@ class ParallelModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those accumulated under `no_sync`, which an optimizer's ``zero_grad`` keeps."""
         super().zero_grad(set_to_none)
-        self._execute.drop_accumulated()
+        self._step.execute.drop_accumulated()
 
     def _as_user_output(self, value: torch.Tensor, spec: ValueSpec) -> torch.Tensor:
         """An output as a user sees it: this rank's part of the batch; a DTensor if other axes shard it."""
@@ -698,7 +499,7 @@ class ParallelModule(nn.Module):
 
     def _parts(self, spec: StepSpec) -> tuple[int, int]:
         """The number of parts of a step's batch, and the index of this rank's part."""
-        if self._local is not None:
+        if self._step.calls.local is not None:
             return self.spec.mesh.world_size, self.mesh.rank
         index = 0
         for axis in spec.data_axes:
@@ -721,7 +522,7 @@ class ParallelModule(nn.Module):
             If the tensor's first dimension does not divide by the number of parts of the last call's batch.
         """
         (parts, mine), steps = self._parts(self.spec), self.spec.micro_batches * self.spec.sub_batches
-        if self._local is not None:  # a rank's own samples are one piece, however many steps compute them
+        if self._step.calls.local is not None:  # a rank's own samples are one piece, however many steps compute them
             steps = 1
         if parts > 1 and (tensor.ndim == 0 or tensor.shape[0] % (steps * parts)):
             each = f" in each of its {steps} micro- or sub-batches" if steps > 1 else ""
@@ -806,7 +607,7 @@ class ParallelModule(nn.Module):
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         twin._accumulation, twin._known, twin._tree_guard = Accumulation(), {}, ModuleTreeGuard(twin)
         # Steps for the module tree of now, which is the twin's first structure
-        structure, current = self._tree_guard.structure(), self._bound_step
+        structure, current = self._tree_guard.structure(), self._step
         alike = [step for step in self._steps if step.structure == structure]
         if current not in alike:
             raise ParallelError(
@@ -814,25 +615,21 @@ class ParallelModule(nn.Module):
                 "share: call it once before it is copied"
             )
         twin._steps = [twin._of_twin(step) for step in alike]
-        vars(twin).update(twin._steps[alike.index(current)].attributes)
+        twin._switch(twin._steps[alike.index(current)])
         return twin
 
-    def _of_twin(self, step: _BoundStep) -> _BoundStep:
+    def _of_twin(self, step: BoundStep) -> BoundStep:
         """A step of the module that this one is a copy of, with the tensors of this one."""
-        execute: Executor = step.attributes["_execute"]
-        copied = dataclasses.replace(
-            execute,
-            parameters=TensorLookup(self, execute.spec.parameters, self.mesh),
-            buffers=TensorLookup(self, execute.spec.buffers, self.mesh),
-            seeds=(lambda: self._seeds()) if execute.spec.draws else None,
+        execute = dataclasses.replace(
+            step.execute,
+            parameters=TensorLookup(self, step.spec.parameters, self.mesh),
+            buffers=TensorLookup(self, step.spec.buffers, self.mesh),
+            seeds=(lambda: self._seeds()) if step.spec.draws else None,
             check=None,
             shared=self._accumulation,
         )
-        calls = dataclasses.replace(step.attributes["_calls"])
-        modes = (*step.modes[:_STRUCTURE], self._tree_guard.structure(), *step.modes[_STRUCTURE + 1 :])
-        return dataclasses.replace(
-            step, attributes={**step.attributes, "_execute": copied, "_calls": calls}, modes=modes
-        )
+        modes = (*step.modes[:STRUCTURE], self._tree_guard.structure(), *step.modes[STRUCTURE + 1 :])
+        return dataclasses.replace(step, execute=execute, calls=dataclasses.replace(step.calls), modes=modes)
 
     def __copy__(self) -> ParallelModule:
         """A module that shares everything with this one, as ``copy.copy`` of a module does."""
@@ -860,68 +657,17 @@ for _name in _ATTRIBUTES:  # class attributes, so that properties of the model's
     setattr(ParallelModule, _name, None)
 
 
-def _bound_attributes(
-    module: ParallelModule,
-    compiled: CompiledStep,
-    graphs: tuple[Boxed, Boxed | None],
-    batch: Batch,
-    whole: bool,
-    checked_calls: float,
-    check: PredictionCheck | None = None,
-) -> dict[str, Any]:
-    """The attributes of `module` while it runs a step whose bound forward and backward are `graphs`. Collective."""
-    step, spec, mesh = compiled.step, compiled.step.spec, module.mesh
-    make, shared = step.micro_batch_graphs, module._accumulation
-    local = LocalBatch(spec, mesh, whole) if batch == "local" and mesh.mesh.axes else None
-    execute = Executor(
-        spec,
-        mesh.coordinates,
-        *graphs,
-        TensorLookup(module, spec.parameters, mesh),
-        TensorLookup(module, spec.buffers, mesh),
-        ()
-        if step.backward is None
-        else tangents_of_gradients(_single_run_backward(step), spec)[len(spec.differentiable_inputs) :],
-        InputGradients(spec, mesh, local),
-        (lambda: module._seeds()) if spec.draws else None,
-        None if make is None else lambda sums: MicroBatchRunner(make(), spec, mesh.coordinates, module._bound, sums),
-        module._agreement,
-        check,
-        shared,
-    )
-    calls = CallChecks(
-        spec,
-        mesh,
-        group_of_calls(mesh),
-        local,
-        checked_calls,
-        compiled.checks,
-        compiled.call,
-        module._agreement,
-        takes_parts=spec.data_axes == module._planned.data_axes,
-    )
-    return {
-        "spec": spec,
-        "graphs": dict(compiled.graphs or {"forward": step.forward}),
-        "_flatten": compiled.flatten or _positional,
-        "_unflatten": compiled.unflatten or _one_or_all,
-        "_execute": execute,
-        "_local": local,
-        "_calls": calls,
-    }
-
-
 _classes: WeakKeyDictionary[type[nn.Module], type[ParallelModule]] = WeakKeyDictionary()
 
 
-def become_parallel(module: nn.Module, model: nn.Module, step: Step, **how: Any) -> ParallelModule:
+def become_parallel(module: nn.Module, model: nn.Module, first: CompiledStep, **how: Any) -> ParallelModule:
     """Turn an existing module into the parallel module of `model`.
 
     Parameters
     ----------
     module : nn.Module
         Its class and attributes are replaced. After an error they are restored.
-    model, step, **how
+    model, first, **how
         As for `ParallelModule`.
     """
     kind, attributes = type(module), vars(module).copy()
@@ -929,7 +675,7 @@ def become_parallel(module: nn.Module, model: nn.Module, step: Step, **how: Any)
     made = cast(ParallelModule, module)
     vars(made).clear()
     try:
-        ParallelModule.__init__(made, model, step, **how)
+        ParallelModule.__init__(made, model, first, **how)
     except BaseException:
         object.__setattr__(module, "__class__", kind)
         vars(module).clear()
@@ -973,76 +719,10 @@ def _save_pretrained(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
 def _check_replaced_parameters(module: nn.Module, *_: object) -> None:
     """Before a state dict is made, check and mark parameters that users have replaced."""
     assert isinstance(module, ParallelModule)
-    module._execute.parameters()
+    module._step.execute.parameters()
 
 
 def _shard_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     assert isinstance(module, ParallelModule)
     shard_state_dict(state, prefix, module, module.mesh)
-    module._unset -= {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
-
-
-def _single_run_backward(step: Step) -> fx.GraphModule:
-    """The backward that takes no accumulated gradients."""
-    assert step.backward is not None
-    several = step.micro_batch_graphs is not None and step.spec.micro_batches > 1
-    return step.micro_batch_graphs().backward(False, True) if several else step.backward  # type: ignore[misc]
-
-
-def compare_graphs(step: Step, timeout: timedelta | None = None) -> int:
-    """Raise ParallelError on all ranks if they have generated different graphs, whose collectives would not match.
-
-    Returns
-    -------
-    int
-        A seed that all ranks share: torch's initial seed on rank 0.
-    """
-    mine = step.spec.graph_hash or sha256(step.forward.code.encode()).hexdigest()
-    hashes, seeds = zip(*gather_from_ranks((mine, torch.initial_seed()), timeout), strict=True)
-    if len(set(hashes)) > 1:
-        ranks = {value: [rank for rank, other in enumerate(hashes) if other == value] for value in hashes}
-        listed = "; ".join(f"ranks {ranks[value]}: {value[:12]}" for value in ranks)
-        raise ParallelError(
-            f"the ranks have generated different graphs ({listed}). Compile the same model, with the same inputs' "
-            "shapes, options and version of shardweave, on all ranks, or make the plan once and load it everywhere"
-        )
-    return int(seeds[0])
-
-
-def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[object]:
-    if kwargs:
-        raise InputError(f"this step takes its tensors by position, but the call names {', '.join(kwargs)}")
-    return args
-
-
-def _one_or_all(outputs: list[torch.Tensor]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def tangents_of_gradients(backward: fx.GraphModule, spec: StepSpec) -> list[frozenset[int]]:
-    """For each gradient that `backward` returns, the indices of the outputs whose tangents it depends on.
-
-    A gradient that depends on no tangent (zeros, of an embedding that looks up nothing) counts as dependent on all.
-
-    Examples
-    --------
-    >>> from shardweave.ir import Layout, Mesh, ParameterSpec, ValueSpec
-    >>> whole = Layout.replicated(())
-    >>> parameters = tuple(ParameterSpec(name, whole, "float32") for name in ("weight", "aside", "unused"))
-    >>> outputs = tuple(ValueSpec(name, whole, "float32", True) for name in ("loss", "other"))
-    >>> spec = StepSpec(Mesh(()), parameters, (), (), outputs)
-    >>> backward = fx.symbolic_trace(lambda saved, loss, other: (loss * saved + other, -other, None))
-    >>> [sorted(found) for found in tangents_of_gradients(backward, spec)]
-    [[0, 1], [1], []]
-    """
-    differentiable = [index for index, output in enumerate(spec.outputs) if output.differentiable]
-    placeholders = backward.graph.find_nodes(op="placeholder")
-    tangents = placeholders[len(placeholders) - len(differentiable) :]
-    found = {node: frozenset({index}) for node, index in zip(tangents, differentiable, strict=True)}
-    for node in backward.graph.nodes:
-        if node not in found:
-            found[node] = frozenset(index for argument in node.all_input_nodes for index in found[argument])
-    every = frozenset(differentiable)
-    (returned,) = backward.graph.output_node().args
-    values = returned if isinstance(returned, (list, tuple)) else (returned,)
-    return [found[value] or every if isinstance(value, fx.Node) else frozenset() for value in values]
+    module._unset.names -= {name.removeprefix(prefix) for name in state if name.startswith(prefix)}

@@ -26,18 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from shardweave.distributed import RuntimeMesh
-from shardweave.ir import Layout, ParallelError, ParameterSpec
-from shardweave.runtime.parameters import local_shard
-from shardweave.runtime.tensor import (
-    ParallelTensor,
-    Sharding,
-    broadcast_from_rank_0,
-    check_rank,
-    distribute,
-    mark_replicated,
-    set_sharding_in_step,
-    sharding_in_step,
-)
+from shardweave.ir import Layout, ParallelError, ParameterSpec, StepSpec
+from shardweave.runtime.parameters import Sharding, local_shard, local_tensor, set_sharding_in_step, sharding_in_step
+from shardweave.runtime.tensor import ParallelTensor, broadcast_from_rank_0, check_rank, distribute, mark_replicated
 
 _SHARED = (
     str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType, torch.dtype,
@@ -78,26 +69,22 @@ class ModuleTreeCopy:
         made._to_copy = _objects_leading_to(values, made._targets)
         return made
 
-    def copied(self, value: Any) -> Any:
-        """`value` itself, or a copy if it leads to the model's modules or tensors."""
-        return self._copied(value)
-
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         """The attributes of the copy of `module`."""
         return {
-            name: copy.copy(value) if name in _MODULE_DICTS and id(value) not in self._to_copy else self._copied(value)
+            name: copy.copy(value) if name in _MODULE_DICTS and id(value) not in self._to_copy else self.copied(value)
             for name, value in vars(module).items()
         }
 
     def _copy_attributes_and_hooks(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Copy the attributes and hooks that users gave to a tensor."""
-        vars(new).update({name: self._copied(value) for name, value in vars(old).items()})
+        vars(new).update({name: self.copied(value) for name, value in vars(old).items()})
         for kind in _HOOKS:
             register: Any = new.register_hook if kind == "_backward_hooks" else new.register_post_accumulate_grad_hook
             for hook in (getattr(old, kind, None) or {}).values():
-                register(self._copied(hook))
+                register(self.copied(hook))
 
-    def _copied(self, value: Any) -> Any:
+    def copied(self, value: Any) -> Any:
         """`value` itself, or a copy if it leads to the model's modules or tensors."""
         if id(value) in self._copies:
             return self._copies[id(value)]
@@ -106,14 +93,14 @@ class ModuleTreeCopy:
         if isinstance(value, types.FunctionType):
             return self._copied_function(value)
         if isinstance(value, types.MethodType):
-            return self._keep(value, types.MethodType(value.__func__, self._copied(value.__self__)))
+            return self._keep(value, types.MethodType(value.__func__, self.copied(value.__self__)))
         if isinstance(value, functools.partial):
-            keywords = {name: self._copied(item) for name, item in value.keywords.items()}
-            return self._keep(value, type(value)(self._copied(value.func), *map(self._copied, value.args), **keywords))
+            keywords = {name: self.copied(item) for name, item in value.keywords.items()}
+            return self._keep(value, type(value)(self.copied(value.func), *map(self.copied, value.args), **keywords))
         if isinstance(value, weakref.ref):
-            return self._keep(value, weakref.ref(self._copied(value())))
+            return self._keep(value, weakref.ref(self.copied(value())))
         if isinstance(value, tuple):
-            items = [self._copied(item) for item in value]
+            items = [self.copied(item) for item in value]
             return self._keep(value, type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
         try:
             twin = copy.copy(value)
@@ -121,29 +108,29 @@ class ModuleTreeCopy:
             return value
         self._copies[id(value)] = twin
         if isinstance(twin, dict):
-            items = [(self._copied(key), self._copied(item)) for key, item in value.items()]
+            items = [(self.copied(key), self.copied(item)) for key, item in value.items()]
             twin.clear()
             twin.update(items)
         elif isinstance(twin, (list, set, deque)):
-            items = [self._copied(item) for item in value]
+            items = [self.copied(item) for item in value]
             twin.clear()
             twin.update(items) if isinstance(twin, set) else twin.extend(items)
         elif isinstance(twin, frozenset):
-            twin = self._copies[id(value)] = type(value)(map(self._copied, value))
+            twin = self._copies[id(value)] = type(value)(map(self.copied, value))
         if hasattr(twin, "__dict__"):
-            vars(twin).update({name: self._copied(item) for name, item in vars(value).items()})
+            vars(twin).update({name: self.copied(item) for name, item in vars(value).items()})
         return twin
 
     def _copied_function(self, value: types.FunctionType) -> types.FunctionType:
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
-        defaults = self._copied(value.__defaults__)
+        defaults = self.copied(value.__defaults__)
         twin = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
-        twin.__kwdefaults__ = self._copied(value.__kwdefaults__)
+        twin.__kwdefaults__ = self.copied(value.__kwdefaults__)
         self._copies[id(value)] = functools.update_wrapper(twin, value, updated=())
         vars(twin).pop("__wrapped__", None)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
             if (content := _cell_content(old)) is not _EMPTY:
-                cell.cell_contents = self._copied(content)
+                cell.cell_contents = self.copied(content)
         return twin
 
     def _keep(self, value: Any, twin: Any) -> Any:
@@ -421,6 +408,56 @@ def has_value(part: torch.Tensor) -> bool:
     if part.is_floating_point() or part.is_complex():
         return not part.numel() or not bool(part.isnan().all())
     return part._version > 0 or not part.numel()
+
+
+class UnsetTensors:
+    """The tensors of a parallel module that have no values yet, by their names; they are written later.
+
+    One that is written, as `torch.nn.init` writes it, has a value from then on.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names, self._emptied = {*names}, set[str]()
+        """The latter are buffers that `empty` has emptied."""
+
+    def current(self, module: nn.Module) -> set[str]:
+        """The names, without those that were written since."""
+        if self.names:
+            tensors = dict(named_tensors(module))
+            found = {name: tensors.get(name) for name in self.names}
+            self.names -= {name for name, own in found.items() if own is None or has_value(local_tensor(own))}
+        return self.names
+
+    def empty(self, module: nn.Module, device_type: str, recurse: bool) -> None:
+        """Take the values of all tensors away; without `recurse` those of the module's own ones."""
+        for name, tensor in named_tensors(module):
+            if not recurse and "." in name:
+                continue
+            part = local_tensor(tensor)
+            part.copy_(without_value(part.shape, part.dtype, device_type))
+            if tensor.is_floating_point() or tensor.is_complex():
+                self.names.add(name)
+                self._emptied.update(() if isinstance(tensor, nn.Parameter) else (name,))
+
+    def check(self, module: nn.Module, spec: StepSpec) -> None:
+        """Raise ParallelError if a tensor that a step reads has no value."""
+        if empty := self.current(module) & self._emptied:
+            warnings.warn(
+                f"to_empty has emptied {', '.join(sorted(empty)[:5])}, and nothing has written "
+                f"{'it' if len(empty) == 1 else 'them'} since: now zero. Write what is to have another value",
+                stacklevel=2,
+            )
+            tensors = dict(named_tensors(module))
+            for name in empty:
+                local_tensor(tensors[name]).zero_()
+            self._emptied.clear()
+        if read := self.current(module) & {each.name for each in (*spec.parameters, *spec.buffers)}:
+            raise ParallelError(
+                f"{', '.join(sorted(read)[:5])}: no values for {len(read)} tensors that the step reads, as the model "
+                "was on the meta device. Give them some by shardweave.initialise, load_weights, load_checkpoint or "
+                "load_state_dict before the first call, or write them, as torch.nn.init does. A state dict has no "
+                "buffers that are not persistent: build such a module outside of torch.device('meta')"
+            )
 
 
 class TensorLookup:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardweave.ir import ParallelError
+from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import ParallelTensor, check_rank
 
 ELEMENTWISE = {
@@ -169,9 +170,9 @@ def on_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             part = parameter
             if isinstance(parameter, ParallelTensor):
                 part, gradient = parameter._local_tensor, parameter.grad
-                part.grad = None if gradient is None else _part(gradient)
+                part.grad = None if gradient is None else local_tensor(gradient)
             if (state := states.get(parameter)) is not None:
-                local_states[part] = {key: _part(value) for key, value in state.items()}
+                local_states[part] = {key: local_tensor(value) for key, value in state.items()}
             local_parameters.append(part)
             pairs.append((parameter, part))
         group["params"] = local_parameters
@@ -186,15 +187,11 @@ def on_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for parameter, part in pairs:
             if (local := local_states.get(part)) is not None:
                 before = states.get(parameter, {})
-                if before.keys() != local.keys() or any(_part(before[key]) is not local[key] for key in local):
+                if before.keys() != local.keys() or any(local_tensor(before[key]) is not local[key] for key in local):
                     states[parameter] = _whole_state(local, before, parameter)
             if part is not parameter and part.grad is not None:
                 torch.autograd.graph.increment_version(parameter)
                 part.grad = None
-
-
-def _part(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, ParallelTensor) else value
 
 
 def _whole_state(local: dict[str, Any], before: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
@@ -202,7 +199,7 @@ def _whole_state(local: dict[str, Any], before: dict[str, Any], parameter: torch
     found = {}
     for key, value in local.items():
         known = before.get(key)
-        if known is not None and _part(known) is value:
+        if known is not None and local_tensor(known) is value:
             found[key] = known
         elif (
             isinstance(parameter, ParallelTensor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from shardweave.distributed import RuntimeMesh
 from shardweave.ir import Axis, Digit, Layout, LayoutError, Mesh, normalise
 from shardweave.ops import unpad
 
@@ -224,3 +226,44 @@ def _digit_index(layout: Layout, coordinates: Mapping[str, int]) -> tuple[list[i
     digits = [digit for dim in layout.dims for digit in dim]
     sizes = [digit if isinstance(digit, int) else digit.size for digit in digits]
     return sizes, tuple(slice(None) if isinstance(digit, int) else coordinates[digit.name] for digit in digits)
+
+
+_SHARDING_ATTRIBUTE = "_shardweave_sharding"
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """The layout of a tensor and the mesh of its ranks."""
+
+    layout: Layout
+    mesh: RuntimeMesh
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Sharding:
+        return self
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return self.mesh.mesh.coordinates(self.mesh.rank)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor: a view, or a copy where the part is none."""
+        return local_part(whole, self.layout, self.coordinates)
+
+
+def set_sharding_in_step(whole: torch.Tensor, sharding: Sharding) -> None:
+    """Let the step take its part of a plain tensor, which is the same on all ranks."""
+    setattr(whole, _SHARDING_ATTRIBUTE, sharding)
+
+
+def sharding_in_step(parameter: torch.Tensor) -> Sharding | None:
+    """The sharding given to `mark_replicated`; None for other tensors."""
+    sharding: Sharding | None = getattr(parameter, _SHARDING_ATTRIBUTE, None)
+    return sharding
+
+
+def part_for_step(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter or buffer, without autograd."""
+    if isinstance(parameter, DTensor):
+        return parameter._local_tensor
+    sharding = sharding_in_step(parameter)
+    return parameter if sharding is None else sharding.part(parameter.detach()).contiguous()

@@ -39,11 +39,13 @@ from shardweave.ir import Axis, Layout, LayoutError, ParallelError
 from shardweave.ops import all_reduced
 from shardweave.runtime.parameters import (
     STRIDES_ARE_PLACES,
+    Sharding,
     assemble,
-    local_part,
     padded,
     part_shape,
     placements,
+    set_sharding_in_step,
+    sharding_in_step,
     unpadded,
 )
 
@@ -60,28 +62,8 @@ _RESIZING = {"resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_", "t
 _DETACH = aten.detach.default
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _WAIT_SECONDS = 20.0
-_SHARDING_ATTRIBUTE = "_shardweave_sharding"
 _RANK_ATTRIBUTE = "_shardweave_rank"
 """Of a DTensor that was pickled: the rank whose part it holds."""
-
-
-@dataclass(frozen=True, eq=False)
-class Sharding:
-    """The layout of a tensor and the mesh of its ranks."""
-
-    layout: Layout
-    mesh: RuntimeMesh
-
-    def __deepcopy__(self, _: dict[int, Any]) -> Sharding:
-        return self
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        return self.mesh.mesh.coordinates(self.mesh.rank)
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor: a view, or a copy where the part is none."""
-        return local_part(whole, self.layout, self.coordinates)
 
 
 @dataclass(frozen=True)
@@ -261,25 +243,6 @@ def mark_replicated(parameter: torch.Tensor, sharding: Sharding, name: str) -> N
     with torch.no_grad():
         parameter.copy_(broadcast_from_rank_0(parameter, sharding.mesh, name))
     set_sharding_in_step(parameter, sharding)
-
-
-def set_sharding_in_step(whole: torch.Tensor, sharding: Sharding) -> None:
-    """Let the step take its part of a plain tensor, which is the same on all ranks."""
-    setattr(whole, _SHARDING_ATTRIBUTE, sharding)
-
-
-def sharding_in_step(parameter: torch.Tensor) -> Sharding | None:
-    """The sharding given to `mark_replicated`; None for other tensors."""
-    sharding: Sharding | None = getattr(parameter, _SHARDING_ATTRIBUTE, None)
-    return sharding
-
-
-def part_for_step(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter or buffer, without autograd."""
-    if isinstance(parameter, DTensor):
-        return parameter._local_tensor
-    sharding = sharding_in_step(parameter)
-    return parameter if sharding is None else sharding.part(parameter.detach()).contiguous()
 
 
 def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh, name: str = "") -> torch.Tensor:

@@ -12,6 +12,7 @@ import shardweave as sw
 from shardweave.ir import StepSpec
 from shardweave.ir.captured import TENSOR_OUTPUT, CallTree
 from shardweave.passes.codegen import MicroBatchGraphs, Step
+from shardweave.runtime.bound_step import CompiledStep
 from shardweave.sharding.graphs import module_of
 
 
@@ -118,4 +119,4 @@ class Packed:
         constants = self.call.output_constants
         marks = tuple(TENSOR_OUTPUT if constant == TENSOR_OUTPUT else constant for constant in constants)
         call = replace(self.call, output_constants=marks)
-        return sw.ParallelModule(model, step, flatten=call.flatten, unflatten=call.unflatten)
+        return sw.ParallelModule(model, CompiledStep(step, call.flatten, call.unflatten))

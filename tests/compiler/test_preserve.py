@@ -142,7 +142,7 @@ STEPS = [
     "shardweave.runtime.module.compare_graphs",
     "shardweave.runtime.module.RuntimeMesh",
     "shardweave.runtime.module.copy_module_tree",
-    "shardweave.runtime.module.Executor",
+    "shardweave.runtime.bound_step.Executor",
 ]
 """What is made to fail, one after another: each is called on the way to a parallel module."""
 

@@ -22,8 +22,7 @@ import shardweave as sw
 from shardweave.compiler.compiler import Compiler
 from shardweave.distributed.process_groups import COLLECTIVES
 from shardweave.ops import seeded
-from shardweave.runtime import compute_kernels
-from shardweave.runtime import module as parallel_module
+from shardweave.runtime import bound_step, compute_kernels
 from shardweave.runtime.compute_kernels import RegionCompiler, combine_ops
 from shardweave.runtime.execute import boxed
 from shardweave.runtime.grad_accumulation import Boxed
@@ -161,7 +160,7 @@ def _in_place(graph: fx.Graph) -> list[fx.Node]:
 
 def test_values_are_freed_where_the_plain_graph_frees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute_kernels, "_compiled", plainly)
-    monkeypatch.setattr(parallel_module, "recompute_fusible", lambda forward, backward, _: (forward, backward))
+    monkeypatch.setattr(bound_step, "recompute_fusible", lambda forward, backward, _: (forward, backward))
     peaks = []
     for mode in (False, True):
         parallel = compiled(Stack, mode)

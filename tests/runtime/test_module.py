@@ -19,6 +19,7 @@ import shardweave as sw
 from shardweave.ir import Axis, Layout, Mesh, StepSpec
 from shardweave.ir.errors import InputError, ParallelError
 from shardweave.passes import Step
+from shardweave.runtime.bound_step import CompiledStep
 from shardweave.runtime.launch import WorkerPool
 from shardweave.runtime.module import ParallelModule
 from shardweave.runtime.parameters import local_shard, local_tensor
@@ -30,7 +31,7 @@ SQUARE = Mesh.of_levels([("gpu", 4)])
 def make(seed: int = 0) -> tuple[Model, ParallelModule]:
     torch.manual_seed(seed)
     model = Model()
-    return model, ParallelModule(model, handmade_step(SQUARE))
+    return model, ParallelModule(model, CompiledStep(handmade_step(SQUARE)))
 
 
 def batch(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,7 +156,7 @@ def loading() -> None:
         parallel.load_state_dict({**other.state_dict(), "local.bias": torch.zeros(5)})
     with torch.device("meta"):
         empty = Model()
-    filled = ParallelModule(empty, handmade_step(SQUARE))
+    filled = ParallelModule(empty, CompiledStep(handmade_step(SQUARE)))
     with pytest.raises(ParallelError, match="no values for .* tensors that the step reads"):
         filled(x, target)
     filled.load_state_dict(model.state_dict())
@@ -263,16 +264,16 @@ def other_graph_on_three() -> None:
     if dist.get_rank() == 3:
         step = Step(step.forward, step.backward, replace(step.spec, graph_hash="other"))
     with pytest.raises(ParallelError, match=r"ranks \[0, 1, 2\]: handmade; ranks \[3\]: other"):
-        ParallelModule(Model(), step)
+        ParallelModule(Model(), CompiledStep(step))
 
 
 def other_model() -> None:
     with pytest.raises(ParallelError, match=r"another model: this one has no .*local\.bias"):
-        ParallelModule(nn.Linear(2, 2), handmade_step(SQUARE))
+        ParallelModule(nn.Linear(2, 2), CompiledStep(handmade_step(SQUARE)))
     model = Model()
     model.scale = nn.Parameter(torch.ones(2))
     with pytest.raises(ParallelError, match=r"'scale' of shape \(\), but this model has it of shape \(2,\)"):
-        ParallelModule(model, handmade_step(SQUARE))
+        ParallelModule(model, CompiledStep(handmade_step(SQUARE)))
 
 
 @pytest.mark.parametrize("check", [other_graph_on_three, other_model])
@@ -282,7 +283,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(pool: WorkerPool, check: Call
 
 def test_another_world_is_refused() -> None:
     with pytest.raises(ParallelError, match=r"compiled for 4 ranks .* not initialised"):
-        ParallelModule(Model(), handmade_step(SQUARE))
+        ParallelModule(Model(), CompiledStep(handmade_step(SQUARE)))
 
 
 def test_one_device_without_process_group() -> None:
@@ -303,7 +304,7 @@ def test_one_device_without_process_group() -> None:
                 gm.graph.erase_node(node)
         gm.recompile()
     model = Model()
-    parallel = ParallelModule(model, Step(step.forward, step.backward, spec))
+    parallel = ParallelModule(model, CompiledStep(Step(step.forward, step.backward, spec)))
     x, target = batch()
     loss, y = parallel(x, target)
     expected, whole = model(x, target)

@@ -18,9 +18,9 @@ import shardweave as sw
 from shardweave.compiler.compiler import predicted_step
 from shardweave.cost_model import cluster as cluster_module
 from shardweave.cost_model import collective_profile
-from shardweave.runtime import prediction_check
+from shardweave.runtime import call_checks
+from shardweave.runtime.call_checks import SKIPPED_STEPS, TIMED_STEPS, PredictedStep, PredictionCheck
 from shardweave.runtime.launch import WorkerPool
-from shardweave.runtime.prediction_check import SKIPPED_STEPS, TIMED_STEPS, PredictedStep, PredictionCheck
 
 NUM_STEPS = SKIPPED_STEPS + TIMED_STEPS + 1
 
@@ -29,7 +29,7 @@ NUM_STEPS = SKIPPED_STEPS + TIMED_STEPS + 1
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """A clock that shows its one number."""
     now = [0.0]
-    monkeypatch.setattr(prediction_check.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(call_checks.time, "perf_counter", lambda: now[0])
     yield now
 
 

@@ -257,7 +257,7 @@ def load_checkpoint(
         objects.update(read(files, {path: None for path in paths if name_of(path) in names}))
         if optimizer is not None:
             states.check_optimizer(parallel, optimizer, objects)
-            more, tensors = states.optimizer_targets(parallel, optimizer, files.metadata)
+            more, tensors = states.optimizer_targets(parallel, files.metadata)
             targets.update(more)
             optimizer_state.update(tensors)
         objects.update(read(files, targets))

@@ -367,7 +367,7 @@ def check_optimizer(
 
 
 def optimizer_targets(
-    parallel: ParallelModule, optimizer: torch.optim.Optimizer, metadata: Metadata
+    parallel: ParallelModule, metadata: Metadata
 ) -> tuple[dict[StatePath, Part | None], dict[str, dict[str, torch.Tensor]]]:
     """New tensors for an optimizer's state, which `read` fills: as parts by path, and by parameter and key.
 

@@ -273,7 +273,7 @@ def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config
     # 3. Write the index and the config, and rename the folder.
     def finish() -> None:
         if len(shards) > 1:
-            size = sum(_bytes(tensor) for shard in shards for _, tensor in shard)
+            size = sum(tensor.nbytes for shard in shards for _, tensor in shard)
             text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n"
             (scratch / INDEX).write_text(text, encoding="utf-8")
         if config is not None:
@@ -289,16 +289,12 @@ def _shards(parallel: ParallelModule, limit: float) -> list[list[tuple[str, torc
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     size = 0
     for names, tensor in _by_tensor(parallel):
-        if shards[-1] and size + _bytes(tensor) > limit:
+        if shards[-1] and size + tensor.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append((names[0], tensor))
-        size += _bytes(tensor)
+        size += tensor.nbytes
     return shards
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _by_tensor(parallel: ParallelModule) -> list[TiedTensor]:
