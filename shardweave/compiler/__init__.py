@@ -3,7 +3,7 @@ baselines. May import every room below it.
 """
 
 from shardweave.compiler.api import compile_parallel, plan, space
-from shardweave.compiler.comparison import Comparison, compare
+from shardweave.compiler.baselines import Comparison, compare
 from shardweave.compiler.compiler import Compiler
 from shardweave.compiler.sweep import Sweep
 
