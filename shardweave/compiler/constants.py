@@ -52,7 +52,7 @@ class ConstantOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
             return _pointwise(op, args, kwargs or {})
         result = op(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and _bytes(_stored(result)) > _MAX_BYTES:
+        if isinstance(result, Tensor) and _stored(result).nbytes > _MAX_BYTES:
             raise NotConstantError
         return result
 
@@ -87,10 +87,6 @@ def _without_repetitions(value: Any) -> Any:
         if size > 1 and bool((stored.narrow(dim, 1, 1) == first).all()) and bool((stored == first).all()):
             stored = first
     return stored.expand(value.shape)
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
 
 
 def fold_constant_masks(graph: fx.Graph) -> None:

@@ -185,22 +185,15 @@ def _depends(node: fx.Node) -> bool:
 @contextlib.contextmanager
 def after_a_call(changes: Sequence[Change]) -> Iterator[None]:
     """While this runs, the constants that a forward changes have their values after a call."""
-    missing = object()
     with contextlib.ExitStack() as stack:
         for change in changes:
             if change.is_attribute:
-                before = vars(change.owner).get(change.key, missing) if hasattr(change.owner, "__dict__") else missing
-                undo = delattr if before is missing else functools.partial(_set, before)
-                stack.callback(undo, change.owner, change.key)
-                setattr(change.owner, change.key, change.value)
+                is_new = not hasattr(change.owner, change.key)
+                stack.enter_context(mock.patch.object(change.owner, change.key, change.value, create=is_new))
             else:
                 stack.callback(change.owner.__setitem__, change.key, change.owner[change.key])
                 change.owner[change.key] = change.value
         yield
-
-
-def _set(value: Any, owner: Any, name: str) -> None:
-    setattr(owner, name, value)
 
 
 def _example(node: fx.Node) -> Any:

@@ -56,23 +56,15 @@ for _index, _schema in enumerate(
     register(_schema, _gradient(_index), _gradient(_index))
 
 
-def _flops(grad: Sequence[int], kernel: Sequence[int], applied: Sequence[int]) -> int:
-    """Two FLOPs for each weight of the kernel, each sample, and each position that the kernel is applied at."""
-    return 2 * grad[0] * math.prod(kernel) * math.prod(applied[2:])
-
-
 @register_flop_formula(torch.ops.shardweave.conv_input_grad)
-def _input_grad_flops(
-    grad: Sequence[int], weight: Sequence[int], input_size: Sequence[int], *options: Any, **_: object
-) -> int:
-    return _flops(grad, weight, input_size if options[_TRANSPOSED] else grad)
+def _input_grad_flops(grad: Any, weight: Any, input: Any, *options: Any, **_: Any) -> int:
+    """Two FLOPs for each weight of the kernel, each sample, and each position that the kernel is applied at."""
+    return int(2 * grad[0] * math.prod(weight) * math.prod((input if options[_TRANSPOSED] else grad)[2:]))
 
 
 @register_flop_formula(torch.ops.shardweave.conv_weight_grad)
-def _weight_grad_flops(
-    grad: Sequence[int], input: Sequence[int], weight_size: Sequence[int], *options: Any, **_: object
-) -> int:
-    return _flops(grad, weight_size, input if options[_TRANSPOSED] else grad)
+def _weight_grad_flops(grad: Any, input: Any, weight: Any, *options: Any, **_: Any) -> int:
+    return int(_input_grad_flops(grad, weight, input, *options))
 
 
 @torch.library.custom_op("shardweave::expert_mm", mutates_args=())
