@@ -188,7 +188,22 @@ class Recompile:
 
 @dataclass(frozen=True, eq=False)
 class BoundStep:
-    """A step bound to this rank, and the mode that it is for."""
+    """A step bound to this rank, and the mode that it is for.
+
+    Parameters
+    ----------
+    compiled : CompiledStep
+    execute : Executor
+    calls : CallChecks
+    constants : ConstantsCheck, optional
+        The Python values that are constants of the step.
+    modes : tuple of Hashable
+        As of `CallSignature`.
+    trains : bool
+        Whether it is for calls that want gradients.
+    told : str
+        The Python values by which its call differs from those of earlier steps, in words.
+    """
 
     compiled: CompiledStep
     execute: Executor
@@ -197,7 +212,6 @@ class BoundStep:
     modes: tuple[Hashable, ...] = ()
     trains: bool = True
     told: str = ""
-    """The Python values by which its call differs from those of earlier steps, in words."""
 
     @property
     def spec(self) -> StepSpec:

@@ -203,7 +203,7 @@ class _GatherFunction(torch.autograd.Function):
         mesh = sharding.mesh
         total = gradient.clone(memory_format=torch.contiguous_format)
         group = mesh.world_group()
-        with _warn_if_slow("a gradient", mesh), collective("the all_reduce of a gradient", group):
+        with _exchange("all_reduce of", "a gradient", mesh, group):
             dist.all_reduce(total, group=group)
         return ParallelTensor.of(sharding.part(total / mesh.mesh.world_size).contiguous(), sharding)
 
@@ -252,8 +252,7 @@ def gather(tensor: torch.Tensor, layout: Layout, mesh: RuntimeMesh, name: str = 
         return local.clone()
     group = mesh.group_over(layout.shard_axes)
     parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    what = name or f"a tensor of shape {layout.global_shape}"
-    with _warn_if_slow(what, mesh), collective(f"the all_gather of {what}", group):
+    with _exchange("all_gather of", name or f"a tensor of shape {layout.global_shape}", mesh, group):
         dist.all_gather(parts, local.contiguous(), group=group)
     return assemble(dict(zip(dist.get_process_group_ranks(group), parts, strict=True)), layout, mesh.mesh)
 
@@ -513,8 +512,7 @@ def _norms(tensors: list[ParallelTensor], power: float, dtype: torch.dtype | Non
 def _all_reduced(value: torch.Tensor, sharding: Sharding, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     if sharding.layout.shard_axes:
         group = sharding.mesh.group_over(sharding.layout.shard_axes)
-        what = "a sum over a tensor"
-        with _warn_if_slow(what, sharding.mesh), collective(f"the all_reduce of {what}", group):
+        with _exchange("all_reduce of", "a sum over a tensor", sharding.mesh, group):
             return all_reduced(value, op, group)
     return value
 
@@ -650,10 +648,10 @@ def broadcast_from_rank_0(value: torch.Tensor, mesh: RuntimeMesh, name: str = ""
         return value.full_tensor()
     whole = value.detach().to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
     if mesh.device_mesh is not None and whole.numel():
-        what = name or f"values of shape {tuple(value.shape)}"
-        with _warn_if_slow(what, mesh), collective(f"the broadcast of rank 0's {what}", world_group(mesh)):
+        group = world_group(mesh)
+        with _exchange("broadcast of rank 0's", name or f"values of shape {tuple(value.shape)}", mesh, group):
             flat = whole.view(-1).view(torch.uint8)  # bytes, as backends lack some dtypes
-            dist.broadcast(flat, src=0, group=world_group(mesh))
+            dist.broadcast(flat, src=0, group=group)
     return whole
 
 
@@ -677,8 +675,8 @@ def _agreed_random(generator: torch.Generator | None, mesh: RuntimeMesh) -> Iter
 
 
 @contextlib.contextmanager
-def _warn_if_slow(what: str, mesh: RuntimeMesh) -> Iterator[None]:
-    """Warn on stderr if other ranks do not join a collective of the user's code within `_WAIT_SECONDS`."""
+def _exchange(kind: str, what: str, mesh: RuntimeMesh, group: dist.ProcessGroup) -> Iterator[None]:
+    """A collective of the user's code. Warns on stderr if other ranks do not join it within `_WAIT_SECONDS`."""
 
     def tell() -> None:
         print(
@@ -693,7 +691,8 @@ def _warn_if_slow(what: str, mesh: RuntimeMesh) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with collective(f"the {kind} {what}", group):
+            yield
     finally:
         timer.cancel()
 
