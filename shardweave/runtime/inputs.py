@@ -9,7 +9,7 @@ for it. The outputs of each sample go back to the rank that passed it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,16 +67,16 @@ class CallSignature:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         modes: tuple[Hashable, ...],
-        trains: bool,
+        parameters: Iterable[torch.Tensor],
     ) -> CallSignature:
-        """The signature of a call of a model whose forward has this `signature`."""
+        """The signature of a call of a model with these `parameters`, whose forward has this `signature`."""
         leaves, structure = tree_flatten(canonical_arguments(signature, args, kwargs))
         described = (
             (tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad) if isinstance(leaf, torch.Tensor)
             else (type(leaf), plain(leaf))
             for leaf in leaves
         )  # fmt: skip
-        return cls(structure, tuple(described), modes, trains)
+        return cls(structure, tuple(described), modes, any(map(wants_gradient, (*parameters, *leaves))))
 
     def text(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """The call in words, such as ``"tokens (8, 128), flag=True in training mode"``."""

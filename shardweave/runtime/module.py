@@ -26,6 +26,7 @@ from torch.utils.data import DistributedSampler
 
 from shardweave.distributed import RuntimeMesh, collective, gather_from_ranks
 from shardweave.ir import (
+    PLAIN_TYPES,
     ConstantsCheck,
     InputError,
     Layout,
@@ -53,7 +54,6 @@ from shardweave.runtime.grad_accumulation import Accumulation, Boxed
 from shardweave.runtime.inputs import (
     CallSignature,
     autocast_dtypes,
-    wants_gradient,
 )
 from shardweave.runtime.module_tree import (
     ModuleTreeGuard,
@@ -231,9 +231,9 @@ class ParallelModule(nn.Module):
             refuse_transforms(lambda: [*tree_leaves((args, kwargs)), *run.parameters(), *run.buffers()])
             return self._step.compiled.flatten(args, kwargs)
 
-        if any(isinstance(leaf, ParallelTensor) for leaf in tree_leaves((args, kwargs))):  # made from a parameter
+        if not all(map(_is_plain, tree_leaves((args, kwargs)))):  # made from a parameter, or objects that hold tensors
             args, kwargs = tree_map_only(ParallelTensor, ParallelTensor.full_tensor, (args, kwargs))
-        args, kwargs = arguments_opened(args, kwargs)
+            args, kwargs = arguments_opened(args, kwargs)
         if self._recompile is not None:
             self._choose_step(self._recompile, args, kwargs)
         step, local = self._step, self._step.calls.local
@@ -299,12 +299,10 @@ class ParallelModule(nn.Module):
             modes, now = self._modes(), self._step
             # One whose structure has changed, or that lacks a parameter now, tells nothing of what is trained.
             whole = now.structure == modes[STRUCTURE] and not now.lacks()
-            leaves = tree_leaves((args, kwargs))
             with torch._C.DisableTorchFunctionSubclass():
                 parameters = now.execute.parameters() if whole else [*self.parameters()]
-                trains = any(map(wants_gradient, (*parameters, *leaves)))
-                wanted = CallSignature.of(recompile.signature, args, kwargs, modes, trains)
-                step = self._known.get(wanted)
+                wanted = CallSignature.of(recompile.signature, args, kwargs, modes, parameters)
+                trains, step = wanted.trains, self._known.get(wanted)
                 has_parameters = step is not None and (whole if step is now else not step.lacks())
                 fits = step is not None and has_parameters and step.fits(self, trains)
             if not fits:
@@ -655,6 +653,10 @@ class ParallelModule(nn.Module):
 
 for _name in _ATTRIBUTES:  # class attributes, so that properties of the model's class do not take their place
     setattr(ParallelModule, _name, None)
+
+
+def _is_plain(leaf: object) -> bool:
+    return isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)) and not isinstance(leaf, ParallelTensor)
 
 
 _classes: WeakKeyDictionary[type[nn.Module], type[ParallelModule]] = WeakKeyDictionary()
