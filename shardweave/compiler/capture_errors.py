@@ -23,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from shardweave.compiler.branch_selection import CHANGED_PARAMETER, LISTED
 from shardweave.compiler.branches import LOOP
 from shardweave.compiler.constants import INDEXED
-from shardweave.compiler.dynamo_workarounds import HINTS
+from shardweave.compiler.dynamo_workarounds import HINTS, USED_GRADIENT
 from shardweave.ir import CaptureError, InternalError, ParallelError
 from shardweave.runtime import ParallelModule
 
@@ -106,6 +106,10 @@ _LOOP_WAY_OUT = (
 _LIST_WAY_OUT = (
     "Concatenate the list (torch.cat(values), also where it is empty) and compute with that, or sum up in a tensor, "
     "such as a count, in the loop."
+)
+_GRADIENT_WAY_OUT = (
+    "Read it between steps, of the parallel module's parameters, and pass what you need of it to the call as a tensor. "
+    "A gradient within the forward is that of torch.autograd.grad."
 )
 _ARRAY_WAY_OUT = (
     "Make the array a list of Python numbers, or a tensor, where the model is built: array.tolist(), "
@@ -279,6 +283,8 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
         return SEVERAL_GRADIENTS, _HOOK_WAY_OUT
     if "outside the scope of this HOP" in text:
         return "a hook on a gradient, or another function that is traced by itself, changes a variable", _KEPT_WAY_OUT
+    if USED_GRADIENT in text:
+        return USED_GRADIENT, _GRADIENT_WAY_OUT
     if LOOP in text:
         return LOOP, _LOOP_WAY_OUT
     if LISTED in text:

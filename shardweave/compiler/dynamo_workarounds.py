@@ -45,6 +45,7 @@ HINTS = {
     "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
 }
 """The way out for a source line that stops a capture, by a word in that line."""
+USED_GRADIENT = "the forward uses the grad of a parameter or an input, which a captured step does not know"
 
 
 def traceable(model: nn.Module) -> Patch:
@@ -67,6 +68,7 @@ def traceable(model: nn.Module) -> Patch:
         _no_input_gradients(model),
         _only_captured_hooks(model),
         _inner_gradients(),
+        _gradients_unread(),
         _data_written_in_place(),
         _numpy_numbers(),
         # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
@@ -225,6 +227,25 @@ def _inner_gradients() -> Patch:
         torch._dynamo.config.patch(trace_autograd_ops=True) if known else contextlib.nullcontext(),
         mock.patch.object(graph, check, lambda *_: None, create=True),
     )
+
+
+def _gradients_unread() -> Patch:
+    """While this runs, Dynamo refuses to read ``x.grad`` of parameters and inputs: what it finds would be a constant.
+
+    Conversions of a module in a forward, as by ``self.head.to(x.dtype)``, which read it too, find no gradients.
+    """
+    variables: Any = torch._dynamo.variables
+    original = variables.TensorVariable.method_attr_grad
+
+    def method_attr_grad(self: Any, tx: Any) -> Any:
+        found = original(self, tx)  # what the forward itself has set
+        if found is not None or self.source is None:
+            return found
+        if tx.f_code is not nn.Module._apply.__code__:
+            raise RuntimeError(USED_GRADIENT)
+        return variables.ConstantVariable.create(None)
+
+    return mock.patch.object(variables.TensorVariable, "method_attr_grad", method_attr_grad)
 
 
 def _data_written_in_place() -> Patch:

@@ -316,6 +316,23 @@ def test_what_cannot_be_captured_is_told_with_the_line(line: str, model: nn.Modu
     assert ("Take the print out" if isinstance(model, Printing) else "torch.where") in text
 
 
+class Converting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head = self.head.to(x.dtype)
+        return self.head(x).sum()
+
+
+def test_a_part_that_has_gradients_may_be_converted_in_the_forward() -> None:
+    model = Converting()
+    captured = capture(model, torch.ones(2, 4))
+    model(torch.ones(2, 4)).backward()
+    assert str(capture(model, torch.ones(2, 4)).graph.graph) == str(captured.graph.graph)
+
+
 def test_what_has_nothing_to_train_has_no_backward() -> None:
     captured = capture(nn.Linear(4, 4).requires_grad_(False), torch.randn(2, 4))
     assert not captured.gradients and not captured.tangents

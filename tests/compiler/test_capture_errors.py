@@ -184,6 +184,31 @@ def test_a_parameter_changed_in_place_is_refused(data: bool) -> None:
         capture(nn.Sequential(Dividing(4, 4)), torch.randn(2, 4))
 
 
+def of_parameter(model: nn.Linear, x: Tensor) -> bool:
+    return model.weight.grad is None
+
+
+def of_input(model: nn.Linear, x: Tensor) -> bool:
+    return x.grad is None
+
+
+def of_module(model: nn.Linear, x: Tensor) -> bool:
+    model.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize("asks", [of_parameter, of_input, of_module])
+def test_a_forward_that_uses_accumulated_gradients_is_refused(asks: Callable[[nn.Linear, Tensor], bool]) -> None:
+    """There are none in the capture, but in later steps."""
+
+    class Asking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 if asks(self, x) else 2)
+
+    with pytest.raises(CaptureError, match=r"the forward uses the grad of a parameter or an input(?s:.)*between steps"):
+        capture(nn.Sequential(Asking(4, 4)), torch.randn(2, 4))
+
+
 def test_a_result_of_an_open_size_is_refused() -> None:
     told = r"the size of a result depends on the values of tensors\n  .* in selects: return x\[.*\n.*select outside"
     with pytest.raises(CaptureError, match=told):
