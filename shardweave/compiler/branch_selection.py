@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -541,6 +541,45 @@ def without_rows(condition: fx.Node) -> _NoRows | None:
         if isinstance(mask, fx.Node) and is_mask and not _is_written(mask, node):
             masks.append(mask)
     return _NoRows(numbers, masks, found(0))
+
+
+_INDICES: dict[str, tuple[int, int | None]] = {
+    "topk": (2, -1), "sort": (1, -1), "max": (1, None), "min": (1, None),
+}  # fmt: skip
+"""Functions whose second result are indices: the place of the dimension among their arguments, and its default."""
+_PLACES: dict[str, tuple[int, int | None]] = {
+    "argmax": (1, None), "argmin": (1, None), "argsort": (1, -1), "multinomial": (0, -1),
+}  # fmt: skip
+"""Functions that give indices alone."""
+MAX_INDICES = 1024
+"""A loop over so many indices at most is traced, once for each: other loops are over labels, say, not over experts."""
+_SAME_VALUES = "getitem", "flatten", "reshape", "view", "ravel", "squeeze", "unsqueeze", "contiguous", "clone", "detach"
+
+
+def size_indexed(node: fx.Node, derived: Sequence[fx.Node]) -> int | None:
+    """The size of the dimension into which a tensor has indices, as those of `topk`; None if it may have other values.
+
+    Also None if it, or one of the tensors `derived` from it, is written later.
+    """
+    # 1. Go back to what made the indices.
+    chain: list[Any] = [node]
+    while _name(chain[-1]) in _SAME_VALUES and _is_tensor(chain[-1].all_input_nodes[0]):
+        chain.append(chain[-1].all_input_nodes[0])
+    if any(each.meta["example_value"].dtype != torch.int64 for each in chain):
+        return None
+    if any(_state(each)[0] or _is_written(each, each) for each in (*chain, *derived)):  # versions miss those of x.data
+        return None
+    # 2. What is the dimension?
+    source, known = chain[-1], _PLACES
+    if _name(source) == "getitem" and source.args[1] == 1:
+        source, known = source.args[0], _INDICES
+    if _name(source) not in known or not source.args:
+        return None
+    place, default = known[_name(source)]
+    shape = source.args[0].meta["example_value"].shape
+    dim = source.args[place] if 0 < place < len(source.args) else source.kwargs.get("dim", default)
+    size = shape.numel() if dim is None else shape[dim] if isinstance(dim, int) and shape else None
+    return size if isinstance(size, int) and size <= MAX_INDICES else None
 
 
 def _is_written(value: Any, since: fx.Node) -> bool:

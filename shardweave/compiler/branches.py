@@ -12,6 +12,7 @@ Numbers
 
 Loops
     A loop over ``x.nonzero()`` is one over all places of x, where a branch skips those that are zero (`_all_places`).
+    A loop over ``x.unique()`` is one over all indices that may be in x, as those of experts.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from shardweave.compiler.branch_selection import (
     constant,
     instruction_flow,
     lists_concatenated,
+    size_indexed,
     without_rows,
 )
 
@@ -360,23 +362,32 @@ def _ends_of_branch(translator: Any, branch: int) -> set[int]:
 def _all_places(translator: Any, values: Any) -> tuple[Any, list[Any]] | None:
     """Of a tensor made by ``x.nonzero()`` of one dimension: an iterator over all places, and which are in the tensor.
 
-    None of another tensor, or of what is no tensor. The places are tensors whose values are known while tracing.
+    So is ``x.unique()`` of indices, as those of `topk`: all that there may be. None of another tensor, or of what is no
+    tensor. The places are tensors whose values are known while tracing.
     """
     dynamo: Any = torch._dynamo
     if not isinstance(values, dynamo.variables.TensorVariable):
         return None
-    # 1. What was nonzero? The ops in between keep the order.
+    # 1. What was nonzero, or unique? The ops in between keep the order.
     source = values.as_proxy().node
+    derived = [source]
     shape, dtype = source.meta["example_value"].shape, source.meta["example_value"].dtype
     while source.op != "placeholder" and (
         source.target in _KEEP_ORDER or source.target is operator.getitem and source.args[1] in (0, (slice(None), 0))
     ):
         source = source.args[0]
-    if source.op == "placeholder" or source.target not in _NONZERO or len(source.args) != 1:
+        derived.append(source)
+    if source.op == "placeholder" or len(source.args) != 1:
         return None
-    size = source.args[0].meta["example_value"].shape
+    found, size = values.as_proxy(), None
+    if source.target in _NONZERO:
+        sizes = source.args[0].meta["example_value"].shape
+        size = sizes[0] if len(sizes) == 1 else None
+    elif source.target in ("unique", torch.unique) and source.kwargs in ({}, {"sorted": True}):
+        found = fx.Proxy(source.args[0], translator.output.current_tracer)
+        size = size_indexed(source.args[0], derived)
     is_list = len(shape) == 1 or len(shape) == 2 and shape[1] == 1
-    if len(size) != 1 or not isinstance(size[0], int) or dtype != torch.int64:
+    if not isinstance(size, int) or dtype != torch.int64:
         return None
     if not is_list or not isinstance(shape[0], torch.SymInt):
         return None
@@ -386,10 +397,10 @@ def _all_places(translator: Any, values: Any) -> tuple[Any, list[Any]] | None:
         return dynamo.variables.builder.wrap_fx_proxy(translator, proxy)
 
     # 2. Compare with all places. Writes into `values` from now on change nothing in a loop over them.
-    every = call("call_function", torch.tensor, [*range(size[0])]).as_proxy()
-    equal = call("call_method", "eq", call("call_method", "reshape", values.as_proxy(), -1, 1).as_proxy(), every)
-    found = call("call_method", "any", equal.as_proxy(), 0).as_proxy()
-    are_hit = [call("call_function", torch.select, found, 0, place) for place in range(size[0])]
-    items = [call("call_function", torch.tensor, [place] if len(shape) == 2 else place) for place in range(size[0])]
+    every = call("call_function", torch.tensor, [*range(size)]).as_proxy()
+    equal = call("call_method", "eq", call("call_method", "reshape", found, -1, 1).as_proxy(), every)
+    hit = call("call_method", "any", equal.as_proxy(), 0).as_proxy()
+    are_hit = [call("call_function", torch.select, hit, 0, place) for place in range(size)]
+    items = [call("call_function", torch.tensor, [place] if len(shape) == 2 else place) for place in range(size)]
     new = dynamo.variables.base.ValueMutationNew()
     return dynamo.variables.lists.ListIteratorVariable(items, mutation_type=new), are_hit

@@ -68,6 +68,12 @@ class Selects(nn.Module):
         for number in mask.sum(dim=(-1, -2)).nonzero().flatten().tolist():
             rows = torch.where(mask[number])[1]
             result[rows] += self.experts[number](hidden[rows]).sin() * (number + 1)
+        for index in chosen[:, 0].unique():
+            rows = chosen[:, 0] == index
+            result[rows] += self.experts[index](hidden[rows]).cos() * weights[rows] * (index + 1)
+        for number in torch.unique(self.gate(hidden).argmax(-1), sorted=True).tolist():
+            rows, top = torch.where(chosen == number)
+            result.index_add_(0, rows, self.experts[number](hidden[rows]) * weights[rows, top, None] * number)
         return (hidden + result).pow(2).mean() + self.unused()
 
     def skips(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -269,6 +275,45 @@ def distinct(x: Tensor) -> Tensor:
     return x
 
 
+def changed(x: Tensor) -> Tensor:
+    indices = x.argmax(-1)
+    indices[0] = 100
+    for index in indices.unique().tolist():
+        x = x + index
+    return x
+
+
+def changed_data(x: Tensor) -> Tensor:
+    indices = x.argmax(-1)
+    indices.data[0] = 100
+    for index in indices.unique().tolist():
+        x = x + index
+    return x
+
+
+def shifted(x: Tensor) -> Tensor:
+    indices = x.argmax(-1)
+    indices <<= 3
+    for index in indices.unique().tolist():
+        x = x + index
+    return x
+
+
+def changed_later(x: Tensor) -> Tensor:
+    indices = x.topk(2)[1].flatten().unique()
+    same = indices.view(-1)
+    same[0] = 100
+    for index in indices.tolist():
+        x = x + index
+    return x
+
+
+def of_many(x: Tensor) -> Tensor:
+    for index in x.repeat(1, 1000).argmax(-1).unique().tolist():
+        x = x + index
+    return x
+
+
 def counts(x: Tensor) -> Tensor:
     for count in x[:, 0].long().bincount().tolist():
         x = x + count
@@ -309,9 +354,17 @@ def test_gradients_that_one_device_does_not_give_are_told(kind: str) -> None:
     assert not told or f"{4 * EXPERTS} parameters (experts.0.0.weight, " in told[0]
 
 
+OF_UNIQUE_VALUES = distinct, changed, changed_data, shifted, of_many
+
+
 @pytest.mark.parametrize(
     ("function", "way_out"),
-    [(lists, "without branching"), (distinct, "Count by counts = torch.bincount"), (counts, "a minlength, such as")],
+    [
+        (lists, "without branching"),
+        *[(function, "Count by counts = torch.bincount") for function in OF_UNIQUE_VALUES],
+        (changed_later, "without branching"),
+        (counts, "a minlength, such as"),
+    ],
 )
 def test_a_loop_over_a_list_of_unknown_length_is_refused_with_a_way_out(function: Any, way_out: str) -> None:
     with pytest.raises(CaptureError, match=rf"(?s)a number depends on the values of tensors.*tolist.*{way_out}"):
