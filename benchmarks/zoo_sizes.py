@@ -42,7 +42,7 @@ SIZES: tuple[tuple[str, int | Callable[[int], int]], ...] = (
     ),
     (r"\w*experts_per_tok(en)?|moe_topk|moe_k|top_k|num_selected_experts|router_top_k|experts_top_k", 2),
     (r"n_group|topk_group|expert_model_parallel_size", 1),
-    (r"\w*num_experts|n_routed_experts|num_local_experts|moe_num_experts", lambda size: min(size, 4)),
+    (r"\w*num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num", lambda size: min(size, 4)),
     (r"q_lora_rank|kv_lora_rank|\w*_lora_rank|\w*_low_rank_dim|time_step_rank", lambda size: min(size, 16)),
     ("image_size|sample_size|crop_size|pretrain_image_size|img_size|input_image_size", IMAGE),
     ("patch_size", lambda size: min(size, 8)),
