@@ -256,16 +256,19 @@ class PlanSearch:
         every = [simple for each in ever_faster for simple in each.simpler]
         simpler = [each for each in (*ever_faster, *every) if each.complexity < fastest.complexity]
         simpler.sort(key=lambda each: (each.complexity, each.step_time))
+        other: OtherPlan | None = None
         for each in simpler:
+            slowdown = each.step_time / fastest.step_time  # by their estimates
             if each.step_time <= (1 + ESTIMATE_ERROR) * most:
                 plan, _ = self._kept_to(each.planner.plan(each, self.key))
-                if plan is not None and plan.step_time <= most:
-                    other = OtherPlan(len(fastest.strategies), found.plan.step_time / plan.step_time)
-                    return replace(found, best=each, plan=replace(plan, other=other))
-        if simpler:  # by their estimates
-            other = OtherPlan(len(simpler[0].strategies), simpler[0].step_time / fastest.step_time)
-            return replace(found, plan=replace(found.plan, other=other))
-        return found
+                if plan is None:
+                    continue
+                if plan.step_time <= most:
+                    beside = OtherPlan(len(fastest.strategies), found.plan.step_time / plan.step_time)
+                    return replace(found, best=each, plan=replace(plan, other=beside))
+                slowdown = plan.step_time / found.plan.step_time
+            other = other or OtherPlan(len(each.strategies), slowdown)
+        return replace(found, plan=replace(found.plan, other=other))
 
     def timeline(self, plan: Plan, sums: bool = True) -> Timeline:
         """The simulated schedule of a plan's whole step."""
