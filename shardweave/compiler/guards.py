@@ -80,6 +80,8 @@ class Effects:
     written: list[_Write] = field(default_factory=list)
     lengths: list[tuple[Any, int]] = field(default_factory=list)
     """Dynamo's sources of containers that are changed in place, with their lengths after a call."""
+    advanced: list[str] = field(default_factory=list)
+    """The expressions of iterators, such as of a counter, from which values are taken."""
     hooks: list[tuple[str, str]] = field(default_factory=list)
     """The expressions of parameters and inputs that hooks are registered on, with the methods that register them."""
     storages: set[int] = field(default_factory=set)
@@ -90,6 +92,7 @@ class Effects:
 def recorded_effects() -> Iterator[Effects]:
     """While this runs, record the writes to attributes and containers that Dynamo traces."""
     from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables.iter import IteratorVariable
 
     effects = Effects()
     name = "cleanup"  # after a trace, while its side effects are still there
@@ -99,6 +102,7 @@ def recorded_effects() -> Iterator[Effects]:
     def noted(graph: Any, *args: Any, **kwargs: Any) -> Any:
         effects.written.clear()  # Dynamo may have restarted
         effects.lengths.clear()
+        effects.advanced.clear()
         hooks = graph.side_effects.tensor_hooks.values()
         effects.hooks[:] = [(tensor.source.name, method) for tensor, _, _, method in hooks]
         given = [node for node in graph.placeholders if isinstance(node.meta.get("example_value"), Tensor)]
@@ -110,6 +114,8 @@ def recorded_effects() -> Iterator[Effects]:
         tensors = {each.source.name: each.fake for each in graph.tracked_fakes}
         for container in graph.side_effects._get_modified_vars():
             if _is_from_outside(container):
+                if isinstance(container, IteratorVariable) and container.source is not None:
+                    effects.advanced.append(container.source.name)
                 _note_items(effects, container, tensors)
         return inner(graph, *args, **kwargs)
 
@@ -352,6 +358,14 @@ def reads_of(
             f"its forward calls {method} of {expressions.shown(name)}, and hooks on parameters and inputs are no part "
             "of a captured step",
             way_out="Register the hook once, outside of the forward. Hooks on what the forward computes are captured.",
+        )
+    for name in effects.advanced:
+        raise capture_error(
+            model,
+            f"its forward takes a value of {expressions.shown(name)}, an iterator, which a captured step does not do "
+            "again",
+            way_out="Count in a buffer (register_buffer with a tensor, written in place), or pass the value to the "
+            "call.",
         )
     # 2. Compare the writes with them. A write that nothing reads is lost, with a warning.
     lost = []

@@ -7,6 +7,7 @@ import copy
 import enum
 import functools
 import gc
+import itertools
 import re
 import types
 import warnings
@@ -591,6 +592,20 @@ def test_a_buffer_that_cannot_be_written_instead_is_refused(forward: Any) -> Non
     model.linear.register_buffer("mean", model.mean if forward is of_two_modules else torch.zeros(8))
     model.forward = types.MethodType(forward, model)
     with pytest.raises(CaptureError, match=r"returns a buffer|reads model\.(linear\.)?mean and changes|depends on"):
+        sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+
+
+@pytest.mark.parametrize("values", [itertools.count(1), iter((1.0, 2.0)), iter(range(9))])
+def test_a_forward_that_takes_values_of_an_iterator_is_refused(values: Iterator[float]) -> None:
+    class Taking(nn.Linear):
+        values: Iterator[float]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean() * next(self.values)
+
+    model = Taking(8, 8)
+    model.values = values
+    with pytest.raises(CaptureError, match=r"takes a value of model\.values, an iterator(?s:.)*Count in a buffer"):
         sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
 
 
