@@ -176,25 +176,21 @@ def _with_fewer_strategies(problem: Problem, choice: Choice, most: float) -> Cho
             own = [_strategy(candidate.data) for candidate in op.candidates]
             firsts[id(op.candidates)] = {each: own.index(each) for each in reversed(own) if each is not None}
     presets = {each for own in firsts.values() for each in own if each.is_preset}
-    # 2. One strategy less at a time, as long as there is a choice with one less that is as good
-    changed = True
-    while changed:
-        chosen = Counter(each for op, index in zip(problem.ops, choice, strict=True)
-                         if (each := _strategy(op.candidates[index].data)) is not None)  # fmt: skip
-        rare_first = sorted(chosen, key=lambda each: (each.is_preset, chosen[each], str(each)))
-        changed = False
-        for rare in rare_first:
-            others = ({*chosen} | presets) - {rare}
-            for other in sorted(others, key=lambda each: (not each.is_preset, -chosen[each], str(each))):
-                if other not in chosen and (rare.is_preset or not other.is_preset):
-                    continue  # it would be no simpler
-                taken = _with_another(problem, choice, firsts, rare, other)
-                if taken is not None and _is_as_good(problem, taken, most):
-                    choice, changed = taken, True
-                    break
-            if changed:
-                break
-    return choice
+    # 2. One strategy less at a time, or one more that has a name, as long as there is a choice that is as good
+    while True:
+        strategies = (_strategy(op.candidates[index].data) for op, index in zip(problem.ops, choice, strict=True))
+        chosen = Counter(each for each in strategies if each is not None)
+        pairs = (
+            (rare, other)
+            for rare in sorted(chosen, key=lambda each: (each.is_preset, chosen[each], str(each)))
+            for other in sorted({*chosen} | presets, key=lambda each: (not each.is_preset, -chosen[each], str(each)))
+            if other != rare and (other in chosen or not rare.is_preset)
+        )
+        others = (_with_another(problem, choice, firsts, *pair) for pair in pairs)
+        simpler_one = next((each for each in others if each and _is_as_good(problem, each, most)), None)
+        if simpler_one is None:
+            return choice
+        choice = simpler_one
 
 
 def _with_another(
