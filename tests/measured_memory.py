@@ -73,7 +73,7 @@ def measure(case: Case, parallel: Any) -> Figures:
     optimizer = ADAMW(parallel.parameters())
     batch = case.batch(0)
     specs = parallel.spec.inputs
-    values = check_inputs(parallel._flatten((), batch), specs)
+    values = check_inputs(parallel._step.compiled.flatten((), batch), specs)
     parts = [local_input(value, spec, parallel._coordinates) for value, spec in zip(values, specs, strict=True)]
     named = dict(zip(batch, parts, strict=True)) if len(batch) == len(parts) else batch
     inputs = {name: value.clone() for name, value in named.items()}  # a part would keep the memory of the whole

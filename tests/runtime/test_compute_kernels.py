@@ -116,7 +116,7 @@ def check_same(kind: type[nn.Module], **options: Any) -> tuple[int, int]:
         assert not calls
         torch.testing.assert_close(train(fused, kind), expected, rtol=1e-4, atol=1e-6)
     assert calls
-    return len(fused._regions.compiled), calls // 2
+    return len(fused._binder.regions.compiled), calls // 2
 
 
 def check_same_without_prefetch() -> tuple[int, int]:
