@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -50,6 +50,7 @@ from shardweave.planner.search.solver_cache import (
 from shardweave.planner.solver.elimination import KEPT, Tables
 from shardweave.planner.solver.solver import Solution, relative_gap, smallest
 from shardweave.report import Reporter
+from shardweave.sharding import LayerRun
 
 ESTIMATE_TOLERANCE = 0.05
 """The part by which the program may overestimate the time of a proposal."""
@@ -164,14 +165,14 @@ class Incumbent:
         """Seconds of the best plan's simulated step; infinite where there is none."""
         return math.inf if self.best is None else self.best.evaluation.step_time
 
-    def simplest(self, simplicity: float, complexity: Callable[[Evaluated], int]) -> tuple[Evaluated, ...]:
+    def simplest(self, simplicity: float, runs: Sequence[LayerRun]) -> tuple[Evaluated, ...]:
         """The simplest plan that is at most by a part of `simplicity` slower, and the simplest of all.
 
-        None that is as complex as the best.
+        None that is as complex as the best, of a step with these runs of equal layers.
         """
         if self.best is None:
             return ()
-        of = {id(each): complexity(each) for each in self.fitting}
+        of = {id(each): complexity(each.decision, runs) for each in self.fitting}
         simpler = [each for each in self.fitting if of[id(each)] < of[id(self.best)]]
         simpler.sort(key=lambda each: (of[id(each)], each.evaluation.step_time))
         near = [each for each in simpler if each.evaluation.step_time <= (1 + simplicity) * self.step_time]
@@ -299,16 +300,17 @@ class SettingSearch:
             self._propose_over_limit(incumbent)
         bound = min(incumbent.bound, incumbent.least_objective)
         gap = relative_gap(incumbent.least_objective, bound)
-        simplest = incumbent.simplest(self.options.simplicity, self._complexity)
-        best, *rivals = (
+        rivals = incumbent.rivals()
+        simplest = incumbent.simplest(self.options.simplicity, self.evaluator.steps.runs(self.options))
+        best, *others = (
             replace(each, solution=each.solution.held_to(bound), proven_gap=gap)
-            for each in (incumbent.best, *incumbent.rivals())
+            for each in (incumbent.best, *rivals, *simplest)
         )
-        is_spare = self._is_close(costed, incumbent)
+        is_spare, count = self._is_close(costed, incumbent), len(rivals)
         best = replace(
             best,
-            rivals=tuple(replace(each, is_spare=is_spare) for each in rivals),
-            simpler=tuple(replace(each, solution=each.solution.held_to(bound), proven_gap=gap) for each in simplest),
+            rivals=tuple(replace(each, is_spare=is_spare) for each in others[:count]),
+            simpler=tuple(others[count:]),
         )
         # Memory decides whether the step is cut into more micro-batches, which is decided in the first setting
         return best if is_other else replace(best, is_memory_bound=self._is_slowed(best, optimum, free, fastest))
@@ -455,9 +457,6 @@ class SettingSearch:
         for objective, _, kept in found[:most]:
             if objective < incumbent.ceiling:
                 self._under_limit(costed, incumbent, None, kept, rough=True)
-
-    def _complexity(self, each: Evaluated) -> int:
-        return complexity(each.decision, self.evaluator.steps.runs(self.options))
 
     def _is_close(self, costed: Costed, incumbent: Incumbent) -> bool:
         """Whether the best plan of a large problem is so close to the bound that others are not looked at."""
