@@ -34,14 +34,13 @@ from shardweave.ir import (
     with_axes_joined,
     without_axes,
 )
-from shardweave.planner.problem.activation_memory import ActivationMemory
 from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, num_bytes, root_of
 from shardweave.planner.problem.op_costs import Parameters, Sizes, price_op
 from shardweave.planner.problem.overlap_model import Costs, Windows
 from shardweave.planner.problem.problem import Edge, Problem
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
 from shardweave.planner.problem.space import Space, spread
-from shardweave.planner.problem.variables import Costed, PortLayouts, RowBuilder, Variable
+from shardweave.planner.problem.variables import ActivationMemory, Costed, PortLayouts, RowBuilder, Variable
 from shardweave.sharding import (
     Op,
     OpInput,
