@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from shardweave.cost_model.collectives import alpha_beta_cost, group_extents, library_algorithms
 from shardweave.cost_model.machine import M, Machine
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS, CollectiveTable, Curve
-from shardweave.distributed import all_gather_objects
+from shardweave.distributed import all_gather_objects, exchange, gather, sends_directly, sum_of_parts
 from shardweave.ir import Axis, ClusterError, axes_size, readable_bytes, readable_seconds
 
 c10d = torch.ops._c10d_functional
@@ -255,7 +255,7 @@ def profile_collectives(
             now = agree.now()
             share = (first_end - (now - begin)) / max(1, len(left))
             left.remove((axes, kind))
-            samples = _Samples(kind, made[-1], device)
+            samples = _Samples(kind, made[-1], device, sends_directly(kind, axes, made[-1]))
             stopped = _measure_sizes(samples, agree, sizes, now + share, effort.call_seconds)
             found.append((samples, kind, members))
             if stopped:
@@ -414,16 +414,16 @@ class _RankAgreement:
 
 
 class _Samples:
-    """Measured seconds of a call of one kind of collective in one group, by size."""
+    """Measured seconds of a call of one kind of collective in one group, by size; of direct sends if `is_direct`."""
 
-    def __init__(self, kind: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.kind, self.group, self.device = kind, group, device
+    def __init__(self, kind: str, group: dist.ProcessGroup, device: torch.device, is_direct: bool) -> None:
+        self.kind, self.group, self.device, self.is_direct = kind, group, device, is_direct
         self.bytes: dict[int, int] = {}
         self.seconds: dict[int, list[float]] = {}
 
     def take(self, size: int, agree: _RankAgreement) -> None:
         """Add a sample of a size that has samples."""
-        call, _ = _prepared_call(self.kind, size, self.group, self.device)
+        call, _ = _prepared_call(self.kind, size, self.group, self.device, self.is_direct)
         _seconds(call, 1, self.device)
         took = []
         for _ in range(self._calls(size)):
@@ -447,7 +447,7 @@ class _Samples:
         subject = f"{self.kind} of {_size_text(size)}"
         error, call, num_bytes = None, None, 0
         try:
-            call, num_bytes = _prepared_call(self.kind, size, self.group, self.device)
+            call, num_bytes = _prepared_call(self.kind, size, self.group, self.device, self.is_direct)
         except (RuntimeError, MemoryError) as caught:  # out of memory
             error = caught
         if why := agree.failed(error, subject):
@@ -505,7 +505,7 @@ def _seconds(call: Callable[[], Any], times: int, device: torch.device) -> float
 
 
 def _prepared_call(
-    kind: str, size: int, group: dist.ProcessGroup, device: torch.device
+    kind: str, size: int, group: dist.ProcessGroup, device: torch.device, is_direct: bool
 ) -> tuple[Callable[[], torch.Tensor], int]:
     """A collective over `group` as generated graphs call it, and the bytes of its whole buffer, near `size`."""
     members, name = group.size(), group.group_name
@@ -520,7 +520,13 @@ def _prepared_call(
         "all_to_all": lambda: c10d.all_to_all_single(whole, [part] * members, [part] * members, name),
         "broadcast": lambda: c10d.broadcast(whole, 0, name),
     }
+    if is_direct:
+        own = [part] * members
+        starts["all_gather"] = lambda: gather(shard, name)
+        starts["all_to_all"] = starts["reduce_scatter"] = lambda: exchange(whole, own, own, name)
     start = starts[kind]
+    if is_direct and kind == "reduce_scatter":
+        return lambda: sum_of_parts(c10d.wait_tensor(start()).view(members, part)), 4 * part * members
     return lambda: c10d.wait_tensor(start()), 4 * part * members
 
 

@@ -64,8 +64,8 @@ def scratch_bytes(node: fx.Node, device: Device) -> int:
 def sent_copy_bytes(start: fx.Node, device: Device) -> int:
     """Bytes of a copy that a collective holds from its start to its wait.
 
-    Gloo has no reduce-scatter and reduces a copy of the whole input (ProcessGroupGloo.cpp,
-    ``reduce_scatter_tensor_coalesced``); NCCL needs none.
+    Gloo has no reduce-scatter: what an all-to-all brings is as large as the whole input, and is added up after the
+    wait (`distributed.RuntimeMesh.bind_graph`). NCCL needs no copy.
     """
     copies = device.allocator == "cpu" and _name(start) == "reduce_scatter_tensor"
     return tensor_bytes(_value(start, "input")) if copies else 0

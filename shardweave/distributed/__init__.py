@@ -18,10 +18,10 @@ from shardweave.distributed.agreement import (
     world_group,
 )
 from shardweave.distributed.failures import collective, forget_failure, lost_rank, raise_if_rank_lost
-from shardweave.distributed.process_groups import COLLECTIVES, RuntimeMesh, group_of, single_threaded_gloo
+from shardweave.distributed.gloo import exchange, gather, sends_directly, single_threaded_gloo, sum_of_parts
+from shardweave.distributed.process_groups import RuntimeMesh, group_of, is_collective
 
 __all__ = [
-    "COLLECTIVES",
     "Control",
     "RuntimeMesh",
     "collective",
@@ -38,6 +38,11 @@ __all__ = [
     "run_on_all_ranks",
     "run_on_each_rank",
     "lost_rank",
+    "exchange",
+    "gather",
+    "is_collective",
+    "sends_directly",
+    "sum_of_parts",
     "single_threaded_gloo",
     "checkpoint_group",
     "raise_if_rank_lost",

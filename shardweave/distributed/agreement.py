@@ -29,7 +29,8 @@ from shardweave.distributed.failures import (
     run_with_timeout,
     timeout_of,
 )
-from shardweave.distributed.process_groups import RuntimeMesh, single_threaded_gloo
+from shardweave.distributed.gloo import single_threaded_gloo
+from shardweave.distributed.process_groups import RuntimeMesh
 from shardweave.ir import LostRankError, ParallelError
 
 Result = TypeVar("Result")

@@ -1,27 +1,27 @@
-"""Process groups: a torch DeviceMesh over the axes of a mesh, and a group for every symbolic name.
-
-Groups over gloo run one collective at a time, as communicators of GPUs do. By default torch gives each gloo group two
-threads. When two all-gathers of one group end at the same time, both write the name of the last one without a lock, and
-the process dies with "malloc(): unaligned tcache chunk detected" (torch 2.13, ``ProcessGroupGloo::runLoop``). Generated
-steps start many collectives before they wait for the first, so the groups that they use have one thread.
-"""
+"""Process groups: a torch DeviceMesh over the axes of a mesh, and a group for every symbolic name."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardweave.distributed.failures import FailureNotice, collective, run_with_timeout, timeout_of
+from shardweave.distributed.gloo import (
+    allows_concurrent_collectives,
+    exchange,
+    gather,
+    group_named,
+    send_directly,
+    single_threaded_gloo,
+)
 from shardweave.ir import Axis, Mesh, ParallelError, group_name
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
@@ -182,7 +182,9 @@ class RuntimeMesh:
         for name in sorted({name for _, _, name in starts}):
             self.process_group(name)
         for node, index, name in starts:
-            node.update_arg(index, self.process_group(name).group_name)
+            group = self.process_group(name)
+            node.update_arg(index, group.group_name)
+            send_directly(node, [self.mesh.axis(axis) for axis in name.split(".")], group)
         return found
 
 
@@ -211,67 +213,24 @@ def rank_tensor(mesh: Mesh) -> torch.Tensor:
     return ranks
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node of a generated graph, bound or not, runs in a process group: it starts, or waits."""
+    return getattr(node.target, "namespace", "") in COLLECTIVES or node.target in (exchange, gather)
+
+
 def group_of(node: fx.Node) -> dist.ProcessGroup | None:
     """The group in which a collective of a bound graph runs; None for any other node."""
     place = _group_argument(node)
-    if place is None:
-        return None
-    c10d: Any = distributed_c10d  # the function is missing in its type stubs
-    group: dist.ProcessGroup = c10d._resolve_process_group(place[1])
-    return group
+    return None if place is None else group_named(place[1])
 
 
 def _group_argument(node: fx.Node) -> tuple[int, str] | None:
     """Position and symbolic name of the group that a node's collective runs in; None for any other node."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in COLLECTIVES:
+    if not is_collective(node):
         return None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return len(node.args) - 1, str(node.args[-1])
     for index, argument in enumerate(node.target._schema.arguments):
         if argument.name == "group_name":
             return index, str(node.args[index])
     return None
-
-
-@contextmanager
-def single_threaded_gloo() -> Iterator[None]:
-    """In this context torch makes gloo groups of one thread."""
-    if not dist.is_gloo_available():
-        yield
-        return
-    original: Any = distributed_c10d.ProcessGroupGloo
-
-    class OneThread(original):  # type: ignore[misc]
-        """torch passes a store, a rank, a size and a timeout, and no options."""
-
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = original._Options()
-            options._devices = _devices(original)
-            options._threads = 1
-            options._timeout = timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = OneThread  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
-
-
-def _devices(gloo: Any) -> list[Any]:
-    """The network devices that torch gives a gloo group without options.
-
-    They are the comma-separated interfaces of ``GLOO_SOCKET_IFNAME``, else the interface of the address that the host
-    name resolves to.
-    """
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if len(names) > 1:  # torch ignores a name of one letter
-        return [gloo.create_device(interface=name) for name in names.split(",")]
-    return [gloo.create_default_device()]
-
-
-def allows_concurrent_collectives(group: dist.ProcessGroup) -> bool:
-    """Whether several collectives of a group may run at once: not in a gloo group of several threads."""
-    if not dist.is_gloo_available() or "cpu" not in {device.type for device in group._device_types}:
-        return True
-    backend: Any = group._get_backend(torch.device("cpu"))
-    is_gloo = isinstance(backend, distributed_c10d.ProcessGroupGloo)
-    return not is_gloo or backend.options._threads == 1

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardweave.distributed import COLLECTIVES, RuntimeMesh, group_of, lost_rank, raise_if_rank_lost
+from shardweave.distributed import RuntimeMesh, group_of, is_collective, lost_rank, raise_if_rank_lost
 from shardweave.ir import META, LostRankError, ParallelError, StepSpec, axes_size
 from shardweave.runtime.call_checks import Agreement, PredictionCheck, check_backward
 from shardweave.runtime.grad_accumulation import (
@@ -64,7 +64,7 @@ def boxed(
     ([tensor(2.)], [])
     """
     if agreement is not None:
-        with graph.inserting_before(next(filter(_is_collective, graph.nodes), graph.output_node())):
+        with graph.inserting_before(next(filter(is_collective, graph.nodes), graph.output_node())):
             graph.call_function(agreement)
     generator = copy.copy(graph._codegen)
     generator.gen_fn_def = MethodType(_boxed_definition, generator)  # type: ignore[method-assign]
@@ -106,7 +106,7 @@ def boxed(
 
 def _failure(error: Exception, node: fx.Node | None, mesh: RuntimeMesh | None) -> Exception:
     """The exception to raise for an `error` at a node: itself, or one that names the rank that caused it."""
-    if not isinstance(error, RuntimeError) or node is None or not _is_collective(node):
+    if not isinstance(error, RuntimeError) or node is None or not is_collective(node):
         return error
     if mesh is not None and (elsewhere := mesh.failure()) is not None:
         return ParallelError(
@@ -133,7 +133,7 @@ def _wait_for_started(error: Exception, graph: fx.Graph) -> None:
 
     The other ranks start them too. Until then they keep the connections open that `RuntimeMesh.close` closes.
     """
-    started = {node.name for node in graph.nodes if _is_collective(node) and node.target is not _WAIT}
+    started = {node.name for node in graph.nodes if is_collective(node) and node.target is not _WAIT}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for name in started & frame.f_locals.keys():
             value = frame.f_locals[name]
@@ -141,10 +141,6 @@ def _wait_for_started(error: Exception, graph: fx.Graph) -> None:
                 if isinstance(tensor, torch.Tensor):
                     with contextlib.suppress(RuntimeError):  # another rank failed before it started this one
                         _WAIT(tensor)
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") in COLLECTIVES
 
 
 def _raised_at(error: Exception, graph: fx.Graph) -> fx.Node | None:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 import shardweave as sw
 from shardweave.compiler.compiler import Compiler
-from shardweave.distributed.process_groups import COLLECTIVES
+from shardweave.distributed import is_collective
 from shardweave.ops import seeded
 from shardweave.runtime import bound_step, compute_kernels
 from shardweave.runtime.compute_kernels import RegionCompiler, combine_ops
@@ -154,7 +154,7 @@ def test_collectives_keep_their_order() -> None:
 
 def _in_place(graph: fx.Graph) -> list[fx.Node]:
     """The collectives and the random ops of a graph."""
-    return [node for node in graph.nodes if getattr(node.target, "namespace", "") in COLLECTIVES
+    return [node for node in graph.nodes if is_collective(node)
             or node.target is seeded]  # fmt: skip
 
 
