@@ -38,6 +38,8 @@ _TORCH_ATTRIBUTES = re.compile(
 """Guards on torch's own attributes, which are no constants of a step."""
 _TENSORS = re.compile(r"\._(?:parameters|buffers)\['\w+'\]$")
 """A parameter or buffer of a module. If it is None, that is a constant of a step."""
+_ATTRIBUTE_OF_TENSOR = re.compile(r"\._(?:parameters|buffers)\['\w+'\]\.(\w+)")
+"""An attribute of a parameter or buffer."""
 _KEY_GUARDS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
 _LENGTH_GUARDS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
 
@@ -450,12 +452,12 @@ class _SourceExpressions:
         is_none = kind == "CONSTANT_MATCH" and _TENSORS.search(name)
         if not name or kind == "TENSOR_MATCH" or not self.is_of_user(chain):
             return
-        if _TORCH_ATTRIBUTES.search(name) and not is_none:
+        given = getattr(guard.create_fn, "keywords", {})
+        positional = getattr(guard.create_fn, "args", ())
+        if _TORCH_ATTRIBUTES.search(name) and not is_none and not self._is_on_tensor(name, kind, given, positional):
             return
         expression, before = self._expression(source)
         shown = self.shown(name)
-        given = getattr(guard.create_fn, "keywords", {})
-        positional = getattr(guard.create_fn, "args", ())
         if kind in _LENGTH_GUARDS:
             self._note(f"len({expression})", before, f"len({shown})")
         elif kind == "DICT_KEYS_MATCH":
@@ -471,6 +473,16 @@ class _SourceExpressions:
                 self._note(test or f"({attribute!r} in vars({expression}))", before, f"{shown}.{attribute} being set")
         elif len(chain) > 1 or kind != "TYPE_MATCH":
             self._note(expression, before, shown)
+
+    @staticmethod
+    def _is_on_tensor(name: str, kind: str, given: Mapping[str, Any], positional: Sequence[Any]) -> bool:
+        """Whether a guard is on an attribute that a user gave a parameter or buffer, or may give it."""
+        attribute: Any = None
+        if (found := _ATTRIBUTE_OF_TENSOR.search(name)) is not None:
+            attribute = found[1]
+        elif kind == "HASATTR" and _TENSORS.search(name):
+            attribute = given.get("attr", positional[0] if positional else None)
+        return isinstance(attribute, str) and not hasattr(nn.Parameter, attribute)
 
     def add_numbers(self, source: Any, digest: bool = False) -> None:
         """Record that the values of a tensor became constants, as numbers in Python or (`digest`) as a tensor."""

@@ -49,8 +49,8 @@ class CallSignature:
     leaves : tuple
         The shape and dtype of each tensor among the arguments, and the other values.
     modes : tuple
-        Whether the model is in training mode, the structure of its module tree, what autocast casts to, and whether
-        each submodule is in training mode.
+        Whether the model is in training mode, the structure of its module tree, what autocast casts to, the default
+        dtype, and whether each submodule is in training mode.
     trains : bool
         Whether gradients are wanted.
     """
@@ -113,7 +113,9 @@ def call_text(
     of = f" with a gradient of {', '.join(wanted)}" if wanted else ""
     mode = f"{'training' if training else 'evaluation'} mode{of if trains else ' without gradients'}"
     cast = "".join(f" under autocast of {kind} to {dtype_name(dtype)}" for kind, dtype in autocast_dtypes())
-    return f"{', '.join(told) or 'no inputs'} in {mode}{cast}"
+    default = torch.get_default_dtype()
+    made = "" if default is torch.float32 else f" with the default dtype {dtype_name(default)}"
+    return f"{', '.join(told) or 'no inputs'} in {mode}{cast}{made}"
 
 
 def autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:

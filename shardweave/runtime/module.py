@@ -285,7 +285,7 @@ class ParallelModule(nn.Module):
 
     def _modes(self) -> tuple[Hashable, ...]:
         structure, *modes = self._tree_guard.modes()
-        return self.training, structure, autocast_dtypes(), *modes
+        return self.training, structure, autocast_dtypes(), torch.get_default_dtype(), *modes
 
     def _choose_step(self, recompile: Recompile, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Switch to the step of a call. If there is none yet, compile it, which is collective."""

@@ -28,7 +28,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from shardweave.distributed import RuntimeMesh
 from shardweave.ir import Layout, ParallelError, ParameterSpec, StepSpec
 from shardweave.runtime.parameters import Sharding, local_shard, local_tensor, set_sharding_in_step, sharding_in_step
-from shardweave.runtime.tensor import ParallelTensor, broadcast_from_rank_0, check_rank, distribute, mark_replicated
+from shardweave.runtime.tensor import (
+    ParallelTensor,
+    attributes_of,
+    broadcast_from_rank_0,
+    check_rank,
+    distribute,
+    mark_replicated,
+)
 
 _SHARED = (
     str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType, torch.dtype,
@@ -622,8 +629,9 @@ def copy_without_values(
     for name, tensor in named_tensors(module):
         if id(tensor) not in memo and (isinstance(tensor, (nn.Parameter, DTensor))):
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(value, name in trained) if is_parameter else value
+            made = nn.Parameter(value, name in trained) if isinstance(tensor, nn.Parameter) else value
+            vars(made).update(attributes_of(tensor))
+            memo[id(tensor)] = made
     vars(twin).update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
     _let_hooks_read_copies(module, memo)
     return twin

@@ -181,12 +181,22 @@ class ParallelTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain DTensor, so that files are read without this package."""
         made = DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad)  # type: ignore[no-untyped-call]
-        for name, value in vars(self).items():
-            if name not in ("sharding", "view_of"):
-                setattr(made, name, value)
+        for name, value in attributes_of(self).items():
+            setattr(made, name, value)
         if self.sharding.layout.shard_axes:
             setattr(made, _RANK_ATTRIBUTE, self.sharding.mesh.rank)
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that users gave a tensor.
+
+    >>> tensor = torch.zeros(2)
+    >>> tensor.no_decay = True
+    >>> attributes_of(tensor)
+    {'no_decay': True}
+    """
+    return {name: value for name, value in vars(tensor).items() if name not in ("sharding", "view_of")}
 
 
 class _GatherFunction(torch.autograd.Function):

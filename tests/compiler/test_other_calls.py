@@ -464,6 +464,45 @@ def under_autocast(force: Any) -> None:
     assert "rank 0 with x (8, 8) in training mode under autocast of cpu to bfloat16; rank 1 with x (8, 8)" in message
 
 
+class WithNumbers(nn.Module):
+    """Makes a tensor of the default dtype, and reads what a parameter and a buffer say of themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+        self.linear.weight.gain = 2.0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x) * getattr(self.linear.weight, "gain", 1.0) + self.shift * getattr(self.shift, "times", 1)
+        y = y * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return y, y.square().mean()
+
+
+def attributes_of_tensors(force: Any) -> None:
+    """Attributes that users give parameters and buffers are read anew, and another default dtype is heard."""
+    torch.manual_seed(0)
+    model, x = WithNumbers(), torch.randn(8, 4)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(2), x, options=sw.Options(force=force), progress=False)
+    assert_same_step(parallel, model, (x,))
+    for each in (parallel, model):
+        each.shift.times = 3
+    assert_same_step(parallel, model, (x,))
+    for each in (parallel, model):
+        each.linear.weight.gain = 0.5
+    assert_same_step(parallel, model, (x,))
+    for each in (parallel, model):
+        del each.linear.weight.gain
+    assert_same_step(parallel, model, (x,))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert parallel(x)[1].dtype is model(x)[1].dtype is torch.float64
+        assert "with the default dtype float64" in parallel._step.calls.call
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert parallel(x)[1].dtype is torch.float32 and len(parallel._steps) == 5
+
+
 class Steps(nn.Module):
     """Computes as often as a number says."""
 
@@ -488,7 +527,7 @@ def test_a_number_is_a_constant_of_its_step() -> None:
     "check",
     [
         accumulated, parts_and_local, refused, frozen, thawed, carried_state, changed_in_forward, functional_calls,
-        edited, under_autocast,
+        edited, under_autocast, attributes_of_tensors,
     ],  # fmt: skip
 )
 def test_on_ranks(check: Any, pool: WorkerPool) -> None:
