@@ -272,12 +272,8 @@ class ProblemBuilder:
         return self.windows.computed(seconds, self.facts.backward_ratio(node) * seconds)
 
     def _ends_sums(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> bool:
-        """Whether a partial sum ends here (with a bias, say) that is asked to be scattered.
-
-        Where nothing is asked, only places where several ops meet are weighed up: the program does not see the buffers
-        of what changes its layout twice, of which the choice at every bias would give it more to be wrong about.
-        """
-        if node not in self.facts.names or not self.options.sequence_parallel:
+        """Whether a partial sum ends here (with a bias, say) that may be scattered."""
+        if node not in self.facts.names or self.options.sequence_parallel is False:
             return False
         ports = [(argument, port) for argument in arguments for port, layouts in enumerate(self.layouts[argument])
                  if layouts[0].partial]  # fmt: skip
