@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from shardweave.ir import RECOMPUTE_MODES, Grid, Strategy
-from shardweave.planner.problem.problem import Kept, Problem, to_ticks
+from shardweave.planner.problem.problem import Kept, Op, Problem, to_ticks
 from shardweave.planner.problem.variables import Costed
 from shardweave.planner.search.layer_problem import inside, renamed
 from shardweave.planner.solver.elimination import Tables
@@ -137,6 +137,33 @@ def simpler(
     most = problem.objective(choice) * (1 + max_slowdown)
     alike = _with_alike_layers(problem, runs, choice, most)
     return alike, _with_fewer_strategies(problem, alike, most)
+
+
+def recomputed_first(problem: Problem, choice: Choice) -> Choice:
+    """A choice that the program takes for as fast, in which the first of equal layers compute again, not the last.
+
+    It needs less memory, which the program does not see: the backward frees what the last layers hold before the others
+    compute theirs again.
+    """
+    most = problem.objective(choice)
+    groups: dict[tuple[str, int], list[int]] = {}
+    for index, op in enumerate(problem.ops):
+        if op.candidates[0].label in RECOMPUTE_MODES:
+            groups.setdefault((op.group, id(op.candidates)), []).append(index)
+    for members in groups.values():
+        modes = sorted((choice[index] for index in members), reverse=True,
+                       key=partial(_recomputes, problem.ops[members[0]]))  # fmt: skip
+        places = dict(zip(members, modes, strict=True))
+        other = tuple(places.get(index, own) for index, own in enumerate(choice))
+        if other != choice and _is_as_good(problem, other, most):
+            choice = other
+    return choice
+
+
+def _recomputes(op: Op, index: int) -> int:
+    """How much a layer computes again by one of its modes; 0 for other ops."""
+    label = op.candidates[index].label
+    return RECOMPUTE_MODES.index(label) if label in RECOMPUTE_MODES else 0
 
 
 def _with_alike_layers(problem: Problem, runs: Sequence[Sequence[str]], choice: Choice, most: float) -> Choice:
@@ -297,7 +324,7 @@ def _on_grid(preferred: Sequence[Grid], grids: Sequence[Grid]) -> list[bool]:
 
 def _shards(each: Strategy) -> tuple[int, int, int] | None:
     """Devices that a data parallel op gathers its parameters from, that these are sharded over, and that states are."""
-    return (each.grid.z, each.rest, each.states) if each.degree == each.slices == 1 else None
+    return (each.grid.z, each.rest, each.states) if each.degree == 1 else None
 
 
 def _is_sharded(shards: tuple[int, int, int], each: Strategy) -> bool:

@@ -34,6 +34,7 @@ from shardweave.planner.search.proposals import (
     neighbours,
     partly_sharded,
     recomputed_alike,
+    recomputed_first,
     simpler,
     tensor_parallel,
 )
@@ -298,6 +299,13 @@ class SettingSearch:
         self._simpler(incumbent.best, incumbent)
         if optimum is None:
             self._propose_over_limit(incumbent)
+        best = self._with_others(costed, incumbent)
+        # Memory decides whether the step is cut into more micro-batches, which is decided in the first setting
+        return best if is_other else replace(best, is_memory_bound=self._is_slowed(best, optimum, free, fastest))
+
+    def _with_others(self, costed: Costed, incumbent: Incumbent) -> Evaluated:
+        """The best plan, held to the bound, with others that may be faster with all layers, or are simpler."""
+        assert incumbent.best is not None
         bound = min(incumbent.bound, incumbent.least_objective)
         gap = relative_gap(incumbent.least_objective, bound)
         rivals = incumbent.rivals()
@@ -307,13 +315,11 @@ class SettingSearch:
             for each in (incumbent.best, *rivals, *simplest)
         )
         is_spare, count = self._is_close(costed, incumbent), len(rivals)
-        best = replace(
+        return replace(
             best,
             rivals=tuple(replace(each, is_spare=is_spare) for each in others[:count]),
             simpler=tuple(others[count:]),
         )
-        # Memory decides whether the step is cut into more micro-batches, which is decided in the first setting
-        return best if is_other else replace(best, is_memory_bound=self._is_slowed(best, optimum, free, fastest))
 
     def _is_slowed(self, best: Evaluated, optimum: Evaluated | None, free: Evaluated | None, fastest: Solution) -> bool:
         """Whether memory makes the best plan slower by much."""
@@ -463,8 +469,16 @@ class SettingSearch:
         return size(costed) > MAX_CANDIDATES_MODEST and incumbent.step_time <= (1 + STOP_GAP) * incumbent.bound
 
     def _consider(self, costed: Costed, solution: Solution, incumbent: Incumbent) -> Evaluated:
-        """Simulate an answer; it becomes the incumbent if it fits and is the fastest."""
+        """Simulate an answer; it becomes the incumbent if it fits and is the fastest.
+
+        One that does not fit is simulated with the same layers recomputed in another order, which may.
+        """
         chosen = self._simulated(costed, solution, incumbent.limit)
+        if chosen.evaluation.peak_memory > incumbent.limit:
+            other = recomputed_first(costed.problem, solution.choice)
+            if other != solution.choice:
+                reordered = self._simulated(costed, replace(solution, choice=other), incumbent.limit)
+                chosen = min(chosen, reordered, key=_peak)
         self._counted_ratio = max(self._counted_ratio, chosen.counted_bytes / max(1, chosen.evaluation.peak_memory))
         incumbent.offer(chosen)
         return chosen
@@ -511,8 +525,12 @@ class SettingSearch:
         given = self._simulated(least.costed, least.solution, self.limit)
         incumbent = Incumbent(self.limit, 0.0, over_limit=max_over_limit(self.plain))
         incumbent.offer(given if given.evaluation.peak_memory <= self.limit else least)
+        # Others fit, too, that the program counts as more than the limit
         best = self._propose_over_limit(incumbent)
-        return replace(best, solution=best.solution.held_to(incumbent.bound), is_memory_bound=True)
+        self._neighbours(best, incumbent)
+        self._alike(best.costed, incumbent)
+        self._simpler(incumbent.best or best, incumbent)
+        return replace(self._with_others(best.costed, incumbent), is_memory_bound=True)
 
     def _propose_over_limit(self, incumbent: Incumbent) -> Evaluated:
         """Propose the fastest plan of those that may fit though the program counts them as more than the limit.
