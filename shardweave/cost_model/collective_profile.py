@@ -255,7 +255,8 @@ def profile_collectives(
             now = agree.now()
             share = (first_end - (now - begin)) / max(1, len(left))
             left.remove((axes, kind))
-            samples = _Samples(kind, made[-1], device, sends_directly(kind, axes, made[-1]))
+            is_direct = device.type == "cpu" and sends_directly(kind, axes, made[-1])
+            samples = _Samples(kind, made[-1], device, is_direct)
             stopped = _measure_sizes(samples, agree, sizes, now + share, effort.call_seconds)
             found.append((samples, kind, members))
             if stopped:

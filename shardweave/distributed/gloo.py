@@ -41,10 +41,12 @@ _RING_PASSES = {
 }
 """The collectives that may be sent directly, and how often gloo passes their whole buffer round a ring: it reduces all
 of it for a reduce-scatter, and has no ring for an all-to-all."""
+_TAG = 1
+"""What is sent from rank to rank has a tag that no collective of gloo has: theirs are multiples of ``2**24``."""
 
 
 def sends_directly(kind: str, axes: Iterable[Axis], group: dist.ProcessGroup) -> bool:
-    """Whether steps send the parts of a sum, or of another collective, over `axes` from rank to rank.
+    """Whether steps on CPUs send the parts of a sum, or of another collective, over `axes` from rank to rank.
 
     In a group over gloo, where that loads no link more than gloo's own ring: each member behind a link sends a part to
     each one that is not, where a ring passes all parts but one over the link.
@@ -126,10 +128,10 @@ def _send(
     others = [(own + distance) % size for distance in range(1, size)]
     for rank in others:
         if arriving[rank].numel():
-            torch._C._distributed_c10d._register_work(received, group.recv([arriving[rank]], rank, 0))
+            torch._C._distributed_c10d._register_work(received, group.recv([arriving[rank]], rank, _TAG))
     for rank in others:
         if leaving[rank].numel():
-            torch._C._distributed_c10d._register_work(received, group.send([leaving[rank]], rank, 0))
+            torch._C._distributed_c10d._register_work(received, group.send([leaving[rank]], rank, _TAG))
     arriving[own].copy_(leaving[own])
 
 

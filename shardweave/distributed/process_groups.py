@@ -184,7 +184,8 @@ class RuntimeMesh:
         for node, index, name in starts:
             group = self.process_group(name)
             node.update_arg(index, group.group_name)
-            send_directly(node, [self.mesh.axis(axis) for axis in name.split(".")], group)
+            if self.device_type == "cpu":
+                send_directly(node, [self.mesh.axis(axis) for axis in name.split(".")], group)
         return found
 
 
