@@ -145,7 +145,10 @@ def test_as_memory_falls_data_parallelism_gives_way_to_sharded_and_tensor_parall
     assert seen["wide-gpt-dgx"][-1] - {"data"} == {"sharded"}, seen["wide-gpt-dgx"]
     # Memories of their own: which ones the fall comes by depends on what its first plan holds
     assert kinds(planner("wide-mlp-dgx").plan(memory_limit=134_934_381)) == {"data", "tensor"}
-    assert kinds(planner("wide-mlp-dgx").plan(memory_limit=150_000_000)) == {"tensor"}
+    # With sums scattered at biases, what fits into the smaller memory is 0.25 % faster than that
+    whole = planner("wide-mlp-dgx").plan(memory_limit=150_000_000, sequence_parallel=False)
+    assert kinds(whole) == {"tensor"}
+    assert planner("wide-mlp-dgx").plan(memory_limit=150_000_000).step_time <= whole.step_time
     # ZeRO-2 of all is the fastest of the mixtures with DP and ZeRO-3 (by 0.1 to 26 %) and, simulated, the smallest
     last = planner("wide-mlp-pcie").plan(memory_limit=smallest_named(fallen("wide-mlp-pcie")[1]))
     assert kinds(last) == seen["wide-mlp-pcie"][-1] == {"data"}, seen["wide-mlp-pcie"]

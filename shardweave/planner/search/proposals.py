@@ -155,7 +155,7 @@ def recomputed_first(problem: Problem, choice: Choice) -> Choice:
                        key=partial(_recomputes, problem.ops[members[0]]))  # fmt: skip
         places = dict(zip(members, modes, strict=True))
         other = tuple(places.get(index, own) for index, own in enumerate(choice))
-        if other != choice and _is_as_good(problem, other, most):
+        if problem.objective(other) <= most:
             choice = other
     return choice
 

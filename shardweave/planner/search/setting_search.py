@@ -231,7 +231,7 @@ class SettingSearch:
         self._evaluated: dict[tuple[int, ...], dict[int, tuple[Evaluation, bool]]] = {}
         """Evaluations by choice (longer for a program with recompute modes) and memory limit."""
         self._counted_ratio = 1.0
-        """By what ratio the program counted more memory than was simulated, at most."""
+        """By what ratio the program counted more memory than was simulated, at most, in the last search."""
         self._fastest, self._smallest = math.inf, math.inf
         """Of all that was simulated: seconds of what fits, and bytes."""
 
@@ -259,6 +259,7 @@ class SettingSearch:
         return None
 
     def _best(self, program: Costed, limit: int, ceiling: float = math.inf, is_other: bool = False) -> Evaluated | None:
+        self._counted_ratio = 1.0  # what is proposed must not depend on other searches
         fastest = self.solver.fastest(self.plain)
         incumbent, costed = Incumbent(limit, fastest.bound, ceiling, max_over_limit(self.plain)), self.plain
         # 0. What another search found
