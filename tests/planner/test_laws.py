@@ -26,7 +26,7 @@ KNOWN = {
     ("memory", 2): 1.006,
     ("memory", 49): 1.12,
 }
-"""Draws that break a law, by its name and the seed, and by which ratio at most. In all of them, products run in slices."""
+"""Draws that break a law, by its name and the seed, and by which ratio at most. In all, products run in slices."""
 
 
 def planned(planner: Planner, options: Mapping[str, Any], limit: int | None = None) -> sw.Plan | None:
