@@ -64,11 +64,11 @@ def scratch_bytes(node: fx.Node, device: Device) -> int:
 def sent_copy_bytes(start: fx.Node, device: Device) -> int:
     """Bytes of a copy that a collective holds from its start to its wait.
 
-    Gloo has no reduce-scatter: what an all-to-all brings is as large as the whole input, and is added up after the
-    wait (`distributed.RuntimeMesh.bind_graph`). NCCL needs no copy.
+    Gloo has no reduce-scatter: what is sent there directly (`distributed.gloo`) is as large as the whole input, of
+    which the result is counted by itself, though it is made only after the wait. NCCL needs no copy.
     """
     copies = device.allocator == "cpu" and _name(start) == "reduce_scatter_tensor"
-    return tensor_bytes(_value(start, "input")) if copies else 0
+    return tensor_bytes(_value(start, "input")) - tensor_bytes(start.meta["val"]) if copies else 0
 
 
 def optimizer_scratch_bytes(sizes: list[int], states: float, alone: bool, device: Device) -> int:
