@@ -38,16 +38,7 @@ def measure(mbit: int) -> None:
     kinds = "all-reduce", "reduce-scatter", "all-to-all", "direct", "all-gather", "direct all-gather"
     table = Table("KiB", "link", *kinds, title=f"ms each, {COUNT} at once over {mbit} Mbit/s")
     for size in SIZES:
-        whole, rows = torch.randn(size // 4), [size // 8] * 2
-        half = whole[: size // 8].clone()
-        starts: list[Callable[[], torch.Tensor]] = [
-            lambda: c10d.all_reduce(whole, "sum", name),  # noqa: B023
-            lambda: c10d.reduce_scatter_tensor(whole, "sum", 2, name),  # noqa: B023
-            lambda: c10d.all_to_all_single(whole, rows, rows, name),  # noqa: B023
-            lambda: exchange(whole, rows, rows, name),  # noqa: B023
-            lambda: c10d.all_gather_into_tensor(half, 2, name),  # noqa: B023
-            lambda: gather(half, name),  # noqa: B023
-        ]
+        starts = _starts(size, name)
         seconds: list[list[float]] = [[] for _ in starts]
         for _ in range(ROUNDS):
             for start, taken in zip(starts, seconds, strict=True):
@@ -62,6 +53,20 @@ def measure(mbit: int) -> None:
         Console(width=120).print(table)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _starts(size: int, name: str) -> list[Callable[[], torch.Tensor]]:
+    """What starts a transfer of each kind, of a buffer of so many bytes in all."""
+    whole, rows = torch.randn(size // 4), [size // 8] * 2
+    half = whole[: size // 8].clone()
+    return [
+        lambda: c10d.all_reduce(whole, "sum", name),
+        lambda: c10d.reduce_scatter_tensor(whole, "sum", 2, name),
+        lambda: c10d.all_to_all_single(whole, rows, rows, name),
+        lambda: exchange(whole, rows, rows, name),
+        lambda: c10d.all_gather_into_tensor(half, 2, name),
+        lambda: gather(half, name),
+    ]
 
 
 def main() -> None:
