@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardweave as sw
+from shardweave.ir.op_rule import Assignment
 from shardweave.planner.problem.build_problem import ProblemBuilder
 from shardweave.planner.problem.space import Space
 from shardweave.planner.problem.step_choices import BORDER, with_outputs
@@ -38,13 +40,17 @@ def costed(found: Planner, **options: Any) -> tuple[Costed, Costed]:
     return before, with_outputs(builder, before, lambda name: name)
 
 
+def parts_of(assignment: Assignment) -> int:
+    return math.prod(axis.size for axis, _ in assignment.items)
+
+
 def test_a_loss_has_no_border() -> None:
     before, after = costed(planner(Loss(*layers())))
     assert after is before
 
 
 def test_a_border_forbids_larger_degrees_than_its_own() -> None:
-    before, after = costed(planner(nn.Sequential(*layers())))
+    before, after = costed(planner(nn.Sequential(*layers())), sequence_parallel=False)
     assert [op.name for op in after.problem.ops[len(before.problem.ops) :]] == [BORDER]
     *variables, border = after.variables
     assert border.degrees == (1, 2, 4)
@@ -65,7 +71,8 @@ def test_a_border_forbids_larger_degrees_than_its_own() -> None:
 
 def test_a_border_holds_what_each_device_returns_and_its_gradient() -> None:
     """Of tensor parallel ops all of a batch's outputs: such plans were thought the smallest, and were not."""
-    _, after = costed(planner(nn.Sequential(*layers()), batch=512))
+    found = planner(nn.Sequential(*layers()), batch=512)
+    _, after = costed(found, sequence_parallel=False)
     part = 512 * 4096 * 4 // 4
     index = max(at for at, variable in enumerate(after.variables) if variable.op is not None)
     last, edge = after.variables[index], after.problem.edges[-1]
@@ -75,6 +82,14 @@ def test_a_border_holds_what_each_device_returns_and_its_gradient() -> None:
         assert edge.kept is not None
         assert edge.kept[port].tolist() == [2 * part * max(0, wanted - lies) for wanted in (1, 2, 4)], str(strategy)
         assert candidate.saved_bytes >= lies * part  # the gradient, until the backward has read it
+
+    _, after = costed(found)  # the last sum may be scattered otherwise than by its op, and is returned from there
+    last, edge = after.variables[-2], after.problem.edges[-1]
+    assert last.op is None and (edge.producer, edge.consumer) == (len(after.variables) - 2, len(after.variables) - 1)
+    lies_of = [4 // parts_of(assignment) for (assignment,) in (port.values() for port in last.ports)]
+    assert edge.kept is not None and set(lies_of) == {1, 2, 4}
+    for lies, kept in zip(lies_of, edge.kept[last.port_of], strict=True):
+        assert kept.tolist() == [2 * part * max(0, wanted - lies) for wanted in (1, 2, 4)]
 
 
 def test_outputs_that_lie_as_they_were_computed_take_nothing_and_whole_ones_are_gathered() -> None:
