@@ -324,7 +324,7 @@ def _on_grid(preferred: Sequence[Grid], grids: Sequence[Grid]) -> list[bool]:
 
 def _shards(each: Strategy) -> tuple[int, int, int] | None:
     """Devices that a data parallel op gathers its parameters from, that these are sharded over, and that states are."""
-    return (each.grid.z, each.rest, each.states) if each.degree == 1 else None
+    return (each.grid.z, each.rest, each.states) if each.degree == each.slices == 1 else None
 
 
 def _is_sharded(shards: tuple[int, int, int], each: Strategy) -> bool:
