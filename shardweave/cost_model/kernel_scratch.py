@@ -18,7 +18,8 @@ from torch import fx
 
 from shardweave.cost_model.machine import Device
 from shardweave.cost_model.op_work import named_arguments
-from shardweave.sharding import is_start, op_of, tensor_bytes
+from shardweave.distributed import is_sent_directly
+from shardweave.sharding import info, is_start, op_of, tensor_bytes
 
 _BLOCK_BYTES = {"cuda": 512, "cpu": 1}
 """Allocated sizes are multiples of it: ``kMinBlockSize`` of c10/cuda/CUDACachingAllocator.cpp. The CPU's allocator
@@ -55,8 +56,8 @@ def scratch_bytes(node: fx.Node, device: Device) -> int:
     if node.op != "call_function":
         return 0
     if is_start(node):  # ProcessGroupGloo.cpp: an all-gather flattens what it sends
-        gloo = device.allocator == "cpu" and _name(node) == "all_gather_into_tensor"
-        return tensor_bytes(_value(node, "input")) if gloo else 0
+        flattens = device.allocator == "cpu" and _name(node) == "all_gather_into_tensor" and not _is_direct(node)
+        return tensor_bytes(_value(node, "input")) if flattens else 0
     formula = (_CPU if device.allocator == "cpu" else _CUDA).get(_name(node))
     return 0 if formula is None else int(formula(node))
 
@@ -64,11 +65,17 @@ def scratch_bytes(node: fx.Node, device: Device) -> int:
 def sent_copy_bytes(start: fx.Node, device: Device) -> int:
     """Bytes of a copy that a collective holds from its start to its wait.
 
-    Gloo has no reduce-scatter: what is sent there directly (`distributed.gloo`) is as large as the whole input, of
-    which the result is counted by itself, though it is made only after the wait. NCCL needs no copy.
+    Gloo has no reduce-scatter: torch reduces a copy of the whole input. What is sent directly (`distributed.gloo`) is
+    as large, but the result, which is counted by itself, is made only after the wait. NCCL needs no copy.
     """
-    copies = device.allocator == "cpu" and _name(start) == "reduce_scatter_tensor"
-    return tensor_bytes(_value(start, "input")) - tensor_bytes(start.meta["val"]) if copies else 0
+    if device.allocator != "cpu" or _name(start) != "reduce_scatter_tensor":
+        return 0
+    return tensor_bytes(_value(start, "input")) - (tensor_bytes(start.meta["val"]) if _is_direct(start) else 0)
+
+
+def _is_direct(start: fx.Node) -> bool:
+    collective = info(start).collective
+    return collective is not None and is_sent_directly(start, collective.axes)
 
 
 def optimizer_scratch_bytes(sizes: list[int], states: float, alone: bool, device: Device) -> int:

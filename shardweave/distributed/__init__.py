@@ -18,7 +18,16 @@ from shardweave.distributed.agreement import (
     world_group,
 )
 from shardweave.distributed.failures import collective, forget_failure, lost_rank, raise_if_rank_lost
-from shardweave.distributed.gloo import exchange, gather, sends_directly, single_threaded_gloo, sum_of_parts
+from shardweave.distributed.gloo import (
+    add_to,
+    exchange,
+    gather,
+    is_sent_directly,
+    sends_directly,
+    single_threaded_gloo,
+    sum_of_parts,
+    swap,
+)
 from shardweave.distributed.process_groups import RuntimeMesh, group_of, is_collective
 
 __all__ = [
@@ -38,9 +47,12 @@ __all__ = [
     "run_on_all_ranks",
     "run_on_each_rank",
     "lost_rank",
+    "add_to",
     "exchange",
     "gather",
+    "swap",
     "is_collective",
+    "is_sent_directly",
     "sends_directly",
     "sum_of_parts",
     "single_threaded_gloo",

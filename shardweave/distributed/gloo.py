@@ -9,10 +9,12 @@ A rank of gloo sends only when the receiver has said that it waits for this. A c
 what it still sends of the one before, so that over a slow link each direction often waits for the other. And gloo has
 no reduce-scatter: torch reduces a copy of the whole input (``reduce_scatter_tensor_coalesced``), which moves twice as
 many bytes as are needed. So the parts of an all-to-all, a reduce-scatter and an all-gather are sent from rank to rank
-(`exchange`, `gather`), all of them ready to be received when they are started. docs/performance.md has what that saves.
+(`exchange`, `gather`), all of them ready to be received when they are started. Two ranks send each other all of what an
+all-reduce adds up (`swap`): a ring moves as many bytes, in two passes that wait for each other. docs/performance.md has
+what that saves.
 
 Each rank sends to each other one then. A group whose members share the links of their hosts would send the same bytes
-over these several times, where a ring does so once (`sends_directly`).
+over these several times, where a ring does so once (`is_sent_directly`).
 """
 
 from __future__ import annotations
@@ -34,13 +36,16 @@ from shardweave.ir import Axis, axes_size
 
 c10d = torch.ops._c10d_functional
 
-_RING_PASSES = {
-    c10d.all_gather_into_tensor.default: ("all_gather", 1),
-    c10d.reduce_scatter_tensor.default: ("reduce_scatter", 2),
-    c10d.all_to_all_single.default: ("all_to_all", math.inf),
+_KINDS = {
+    c10d.all_reduce.default: "all_reduce",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_to_all_single.default: "all_to_all",
 }
-"""The collectives that may be sent directly, and how often gloo passes their whole buffer round a ring: it reduces all
-of it for a reduce-scatter, and has no ring for an all-to-all."""
+"""The collectives that may be sent directly."""
+_RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 2, "all_to_all": math.inf}
+"""How often gloo passes their whole buffer round a ring: it reduces all of it for a reduce-scatter, and has no ring for
+an all-to-all."""
 _TAG = 1
 """What is sent from rank to rank has a tag that no collective of gloo has: theirs are multiples of ``2**24``."""
 
@@ -48,40 +53,55 @@ _TAG = 1
 def sends_directly(kind: str, axes: Iterable[Axis], group: dist.ProcessGroup) -> bool:
     """Whether steps on CPUs send the parts of a sum, or of another collective, over `axes` from rank to rank.
 
-    In a group over gloo, where that loads no link more than gloo's own ring: each member behind a link sends a part to
-    each one that is not, where a ring passes all parts but one over the link.
+    In a group over gloo, where that loads no link more than gloo's own ring.
     """
-    passes = dict(_RING_PASSES.values()).get(kind)
-    return passes is not None and gloo_backend(group) is not None and _loads_links_less(passes, axes)
+    return gloo_backend(group) is not None and _loads_links_less(kind, axes)
 
 
-def _loads_links_less(ring_passes: float, axes: Iterable[Axis]) -> bool:
-    """Whether direct transfers load no link more than so many passes of a ring.
+def is_sent_directly(start: fx.Node, axes: Iterable[Axis]) -> bool:
+    """Whether a collective of a generated graph over `axes` is sent from rank to rank, if its group is over gloo."""
+    kind = _KINDS.get(start.target)  # type: ignore[call-overload]  # a target may be any callable
+    is_maximum = kind in ("all_reduce", "reduce_scatter") and start.args[1] != "sum"
+    return kind is not None and not is_maximum and _loads_links_less(kind, axes)
+
+
+def _loads_links_less(kind: str, axes: Iterable[Axis]) -> bool:
+    """Whether direct transfers load no link more than gloo does.
+
+    Each member behind a link sends a part, or for an all-reduce all of them, to each one that is not. A ring passes all
+    parts but one over the link.
 
     >>> node, gpu = Axis("node0", 2, stride=2), Axis("gpu0", 2)
-    >>> [_loads_links_less(passes, axes) for passes, axes in ((1, [node]), (1, [node, gpu]), (2, [node, gpu]))]
-    [True, False, True]
+    >>> kinds = "all_reduce", "all_gather", "reduce_scatter"
+    >>> [[_loads_links_less(kind, axes) for kind in kinds] for axes in ([node], [node, gpu])]
+    [[True, True, True], [False, False, True]]
     """
+    if kind not in _RING_PASSES:
+        return False
     inside_out = sorted(axes, key=lambda axis: axis.stride)
     size, behind, most = axes_size(inside_out), 1, 0
     for _, own in groupby(inside_out, key=lambda axis: axis.level):
-        most = max(most, behind * (size - behind))  # parts that leave the members behind one link
+        most = max(most, behind * (size - behind))  # transfers that leave the members behind one link
         behind *= axes_size(own)
-    return most <= ring_passes * (size - 1)
+    num_parts = size if kind == "all_reduce" else 1  # in each transfer
+    return num_parts * most <= _RING_PASSES[kind] * (size - 1)
 
 
 def send_directly(start: fx.Node, axes: Iterable[Axis], group: dist.ProcessGroup) -> None:
-    """Send the parts of a bound graph's collective over `axes` from rank to rank, if it may be sent so."""
-    kind, _ = _RING_PASSES.get(start.target, ("", 0))  # type: ignore[call-overload]  # a target may be any callable
-    is_sum = kind == "reduce_scatter" and start.args[1] == "sum"
-    if not (is_sum or kind in ("all_gather", "all_to_all")) or not sends_directly(kind, axes, group):
+    """Send the parts of a bound graph's collective over `axes` from rank to rank, if it may be sent so.
+
+    A sum is made after the wait.
+    """
+    if gloo_backend(group) is None or not is_sent_directly(start, axes):
         return
-    graph, (source, *_), name = start.graph, start.args, start.args[-1]
+    graph, kind, source, name = start.graph, _KINDS[start.target], start.args[0], start.args[-1]  # type: ignore[index]
     with graph.inserting_before(start):
         if kind == "all_gather":
             moved = graph.call_function(gather, (source, name))
         elif kind == "all_to_all":
             moved = graph.call_function(exchange, start.args)
+        elif kind == "all_reduce":
+            moved = graph.call_function(swap, (source, name))
         else:
             count: Any = start.args[2]
             parts = graph.call_function(torch.unflatten, (source, 0, (count, -1)))
@@ -89,10 +109,13 @@ def send_directly(start: fx.Node, axes: Iterable[Axis], group: dist.ProcessGroup
     moved.meta = start.meta
     start.replace_all_uses_with(moved)
     graph.erase_node(start)
-    for wait in [*moved.users] if is_sum else []:
+    for wait in [*moved.users] if kind in ("all_reduce", "reduce_scatter") else []:
         readers = [*wait.users]
         with graph.inserting_after(wait):
-            total = graph.call_function(sum_of_parts, (wait,))
+            if kind == "all_reduce":
+                total = graph.call_function(add_to, (wait, source))
+            else:
+                total = graph.call_function(sum_of_parts, (wait,))
         total.meta = {**wait.meta}
         for reader in readers:
             reader.replace_input_with(wait, total)
@@ -107,7 +130,8 @@ def exchange(
     """
     received = sent.new_empty((sum(output_sizes), *sent.shape[1:]))
     leaving, arriving = torch.split(sent, [*input_sizes]), torch.split(received, [*output_sizes])
-    _send(leaving, arriving, received, group_name)
+    own = _send(leaving, arriving, received, group_name)
+    arriving[own].copy_(leaving[own])
     return received
 
 
@@ -115,14 +139,30 @@ def gather(sent: torch.Tensor, group_name: str) -> torch.Tensor:
     """Start an all-gather along the first dimension; its result is to be waited for as that of `c10d` is."""
     size = group_named(group_name).size()
     received = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
-    _send([sent] * size, torch.split(received, sent.shape[0]), received, group_name)
+    arriving = torch.split(received, sent.shape[0])
+    own = _send([sent] * size, arriving, received, group_name)
+    arriving[own].copy_(sent)
+    return received
+
+
+def swap(sent: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Start to receive what the other one of two ranks sends; its result is to be waited for as that of `c10d` is.
+
+    The sum of both tensors is the same on both ranks, as the order of two numbers does not change their sum.
+    """
+    sent = sent.contiguous()
+    received = torch.empty_like(sent)
+    _send([sent] * 2, [received] * 2, received, group_name)
     return received
 
 
 def _send(
     leaving: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], received: torch.Tensor, group_name: str
-) -> None:
-    """Send and receive a part for each rank of a group. What waits for `received` waits for all of them."""
+) -> int:
+    """Send and receive a part for each other rank of a group, and return this one's place in it.
+
+    What waits for `received` waits for all of them.
+    """
     group = group_named(group_name)
     own, size = group.rank(), group.size()
     others = [(own + distance) % size for distance in range(1, size)]
@@ -132,7 +172,7 @@ def _send(
     for rank in others:
         if leaving[rank].numel():
             torch._C._distributed_c10d._register_work(received, group.send([leaving[rank]], rank, _TAG))
-    arriving[own].copy_(leaving[own])
+    return own
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -149,6 +189,15 @@ def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
     tensor([4, 6], dtype=torch.int32)
     """
     return parts.sum(0, dtype=parts.dtype)
+
+
+def add_to(received: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The sum of what was received and of this rank's own, in the place of the former.
+
+    >>> add_to(torch.tensor([1, 2]), torch.tensor([3, 4]))
+    tensor([4, 6])
+    """
+    return received.add_(own)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shardweave.cost_model.kernel_scratch import (
     scratch_bytes,
     sent_copy_bytes,
 )
+from shardweave.ir import Mesh
 from shardweave.ops.communication_encodings import ordered_bits, quantize_blocks
 from shardweave.sharding.graphs import tensor_bytes
 from tests.cost_model.handmade import Builder, aten
@@ -144,7 +145,19 @@ def test_what_gloo_sends_directly_is_whole_until_it_is_added_up_and_nccl_needs_n
     start = builder.start("reduce_scatter", builder.tensor("x", 8, 4), axes, "x", "gradient")
     assert sent_copy_bytes(start, CPU) == 128 - 64 and sent_copy_bytes(start, GPU) == 0  # 64 are the result's
     gather = builder.start("all_gather", builder.tensor("y", 8, 4), axes, "y", "parameter")
+    assert scratch_bytes(gather, CPU) == scratch_bytes(gather, GPU) == 0
+
+
+def test_gloo_copies_what_it_moves_by_itself() -> None:
+    """Where two members are behind a link, an all-gather is gloo's own; so is a maximum anywhere."""
+    axes = Mesh.of_levels([("cpu", 2), ("node", 2)]).axes
+    builder = Builder(axes)
+    gather = builder.start("all_gather", builder.tensor("y", 8, 4), axes, "y", "parameter")
     assert scratch_bytes(gather, CPU) == 128 and scratch_bytes(gather, GPU) == 0
+    summing = builder.start("reduce_scatter", builder.tensor("x", 8, 4), axes, "x", "gradient")
+    assert sent_copy_bytes(summing, CPU) == 128 - 32
+    summing.update_arg(1, "max")
+    assert sent_copy_bytes(summing, CPU) == 128 and sent_copy_bytes(summing, GPU) == 0
 
 
 def test_flash_attention_on_a_gpu_sums_the_querys_gradient_in_float32() -> None:
