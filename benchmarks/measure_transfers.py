@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.hosts import hosts, run_ranks
-from shardweave.distributed import RuntimeMesh, exchange, gather, swap
+from shardweave.distributed import RuntimeMesh, exchange, gather
 from shardweave.ir import Mesh
 
 SIZES = [2**power for power in (15, 17, 19, 20, 22)]
@@ -36,7 +36,7 @@ def measure(mbit: int) -> None:
     mesh = Mesh.of_levels([("node", 2)])
     name = RuntimeMesh(mesh).group_over(mesh.axes).group_name
     kinds = "all-reduce", "reduce-scatter", "all-to-all", "all-gather"
-    direct = [f"direct {kind}" for kind in ("all-reduce", "all-to-all", "all-gather")]
+    direct = [f"direct {kind}" for kind in ("all-to-all", "all-gather")]
     table = Table("KiB", "link", *kinds, *direct, title=f"ms each, {COUNT} at once over {mbit} Mbit/s")
     for size in SIZES:
         starts = _starts(size, name)
@@ -65,7 +65,6 @@ def _starts(size: int, name: str) -> list[Callable[[], torch.Tensor]]:
         lambda: c10d.reduce_scatter_tensor(whole, "sum", 2, name),
         lambda: c10d.all_to_all_single(whole, rows, rows, name),
         lambda: c10d.all_gather_into_tensor(half, 2, name),
-        lambda: swap(whole, name),
         lambda: exchange(whole, rows, rows, name),
         lambda: gather(half, name),
     ]

@@ -182,7 +182,7 @@ def _with_coverage(cluster: M) -> M:
 
 def _key(cluster: Machine, ranks: list[Any], effort: ProfileEffort) -> str:
     levels = [[level.name, level.size] for level in cluster.levels]
-    key = {"format": 5, "levels": levels, "library": cluster.library, "ranks": ranks}
+    key = {"format": 4, "levels": levels, "library": cluster.library, "ranks": ranks}
     return measured_tables.key_of(key if effort == FULL else key | {"effort": effort.name})
 
 

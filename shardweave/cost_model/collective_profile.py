@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from shardweave.cost_model.collectives import alpha_beta_cost, group_extents, library_algorithms
 from shardweave.cost_model.machine import M, Machine
 from shardweave.cost_model.measured_tables import COLLECTIVE_KINDS, CollectiveTable, Curve
-from shardweave.distributed import add_to, all_gather_objects, exchange, gather, sends_directly, sum_of_parts, swap
+from shardweave.distributed import all_gather_objects, exchange, gather, sends_directly, sum_of_parts
 from shardweave.ir import Axis, ClusterError, axes_size, readable_bytes, readable_seconds
 
 c10d = torch.ops._c10d_functional
@@ -524,11 +524,8 @@ def _prepared_call(
     if is_direct:
         own = [part] * members
         starts["all_gather"] = lambda: gather(shard, name)
-        starts["all_reduce"] = lambda: swap(whole, name)
         starts["all_to_all"] = starts["reduce_scatter"] = lambda: exchange(whole, own, own, name)
     start = starts[kind]
-    if is_direct and kind == "all_reduce":
-        return lambda: add_to(c10d.wait_tensor(start()), whole), 4 * part * members
     if is_direct and kind == "reduce_scatter":
         return lambda: sum_of_parts(c10d.wait_tensor(start()).view(members, part)), 4 * part * members
     return lambda: c10d.wait_tensor(start()), 4 * part * members

@@ -19,14 +19,12 @@ from shardweave.distributed.agreement import (
 )
 from shardweave.distributed.failures import collective, forget_failure, lost_rank, raise_if_rank_lost
 from shardweave.distributed.gloo import (
-    add_to,
     exchange,
     gather,
     is_sent_directly,
     sends_directly,
     single_threaded_gloo,
     sum_of_parts,
-    swap,
 )
 from shardweave.distributed.process_groups import RuntimeMesh, group_of, is_collective
 
@@ -47,10 +45,8 @@ __all__ = [
     "run_on_all_ranks",
     "run_on_each_rank",
     "lost_rank",
-    "add_to",
     "exchange",
     "gather",
-    "swap",
     "is_collective",
     "is_sent_directly",
     "sends_directly",

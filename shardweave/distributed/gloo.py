@@ -9,9 +9,7 @@ A rank of gloo sends only when the receiver has said that it waits for this. A c
 what it still sends of the one before, so that over a slow link each direction often waits for the other. And gloo has
 no reduce-scatter: torch reduces a copy of the whole input (``reduce_scatter_tensor_coalesced``), which moves twice as
 many bytes as are needed. So the parts of an all-to-all, a reduce-scatter and an all-gather are sent from rank to rank
-(`exchange`, `gather`), all of them ready to be received when they are started. Two ranks send each other all of what an
-all-reduce adds up (`swap`): a ring moves as many bytes, in two passes that wait for each other. docs/performance.md has
-what that saves.
+(`exchange`, `gather`), all of them ready to be received when they are started. docs/performance.md has what that saves.
 
 Each rank sends to each other one then. A group whose members share the links of their hosts would send the same bytes
 over these several times, where a ring does so once (`is_sent_directly`).
@@ -37,13 +35,12 @@ from shardweave.ir import Axis, axes_size
 c10d = torch.ops._c10d_functional
 
 _KINDS = {
-    c10d.all_reduce.default: "all_reduce",
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_to_all_single.default: "all_to_all",
 }
 """The collectives that may be sent directly."""
-_RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 2, "all_to_all": math.inf}
+_RING_PASSES = {"all_gather": 1, "reduce_scatter": 2, "all_to_all": math.inf}
 """How often gloo passes their whole buffer round a ring: it reduces all of it for a reduce-scatter, and has no ring for
 an all-to-all."""
 _TAG = 1
@@ -61,30 +58,28 @@ def sends_directly(kind: str, axes: Iterable[Axis], group: dist.ProcessGroup) ->
 def is_sent_directly(start: fx.Node, axes: Iterable[Axis]) -> bool:
     """Whether a collective of a generated graph over `axes` is sent from rank to rank, if its group is over gloo."""
     kind = _KINDS.get(start.target)  # type: ignore[call-overload]  # a target may be any callable
-    is_maximum = kind in ("all_reduce", "reduce_scatter") and start.args[1] != "sum"
+    is_maximum = kind == "reduce_scatter" and start.args[1] != "sum"
     return kind is not None and not is_maximum and _loads_links_less(kind, axes)
 
 
 def _loads_links_less(kind: str, axes: Iterable[Axis]) -> bool:
     """Whether direct transfers load no link more than gloo does.
 
-    Each member behind a link sends a part, or for an all-reduce all of them, to each one that is not. A ring passes all
-    parts but one over the link.
+    Each member behind a link sends a part to each one that is not. A ring passes all parts but one over the link.
 
     >>> node, gpu = Axis("node0", 2, stride=2), Axis("gpu0", 2)
-    >>> kinds = "all_reduce", "all_gather", "reduce_scatter"
+    >>> kinds = "all_gather", "reduce_scatter"
     >>> [[_loads_links_less(kind, axes) for kind in kinds] for axes in ([node], [node, gpu])]
-    [[True, True, True], [False, False, True]]
+    [[True, True], [False, True]]
     """
     if kind not in _RING_PASSES:
         return False
     inside_out = sorted(axes, key=lambda axis: axis.stride)
     size, behind, most = axes_size(inside_out), 1, 0
     for _, own in groupby(inside_out, key=lambda axis: axis.level):
-        most = max(most, behind * (size - behind))  # transfers that leave the members behind one link
+        most = max(most, behind * (size - behind))  # parts that leave the members behind one link
         behind *= axes_size(own)
-    num_parts = size if kind == "all_reduce" else 1  # in each transfer
-    return num_parts * most <= _RING_PASSES[kind] * (size - 1)
+    return most <= _RING_PASSES[kind] * (size - 1)
 
 
 def send_directly(start: fx.Node, axes: Iterable[Axis], group: dist.ProcessGroup) -> None:
@@ -100,8 +95,6 @@ def send_directly(start: fx.Node, axes: Iterable[Axis], group: dist.ProcessGroup
             moved = graph.call_function(gather, (source, name))
         elif kind == "all_to_all":
             moved = graph.call_function(exchange, start.args)
-        elif kind == "all_reduce":
-            moved = graph.call_function(swap, (source, name))
         else:
             count: Any = start.args[2]
             parts = graph.call_function(torch.unflatten, (source, 0, (count, -1)))
@@ -109,13 +102,10 @@ def send_directly(start: fx.Node, axes: Iterable[Axis], group: dist.ProcessGroup
     moved.meta = start.meta
     start.replace_all_uses_with(moved)
     graph.erase_node(start)
-    for wait in [*moved.users] if kind in ("all_reduce", "reduce_scatter") else []:
+    for wait in [*moved.users] if kind == "reduce_scatter" else []:
         readers = [*wait.users]
         with graph.inserting_after(wait):
-            if kind == "all_reduce":
-                total = graph.call_function(add_to, (wait, source))
-            else:
-                total = graph.call_function(sum_of_parts, (wait,))
+            total = graph.call_function(sum_of_parts, (wait,))
         total.meta = {**wait.meta}
         for reader in readers:
             reader.replace_input_with(wait, total)
@@ -142,17 +132,6 @@ def gather(sent: torch.Tensor, group_name: str) -> torch.Tensor:
     arriving = torch.split(received, sent.shape[0])
     own = _send([sent] * size, arriving, received, group_name)
     arriving[own].copy_(sent)
-    return received
-
-
-def swap(sent: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Start to receive what the other one of two ranks sends; its result is to be waited for as that of `c10d` is.
-
-    The sum of both tensors is the same on both ranks, as the order of two numbers does not change their sum.
-    """
-    sent = sent.contiguous()
-    received = torch.empty_like(sent)
-    _send([sent] * 2, [received] * 2, received, group_name)
     return received
 
 
@@ -189,15 +168,6 @@ def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
     tensor([4, 6], dtype=torch.int32)
     """
     return parts.sum(0, dtype=parts.dtype)
-
-
-def add_to(received: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """The sum of what was received and of this rank's own, in the place of the former.
-
-    >>> add_to(torch.tensor([1, 2]), torch.tensor([3, 4]))
-    tensor([4, 6])
-    """
-    return received.add_(own)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from shardweave.distributed.gloo import (
     group_named,
     send_directly,
     single_threaded_gloo,
-    swap,
 )
 from shardweave.ir import Axis, Mesh, ParallelError, group_name
 
@@ -217,7 +216,7 @@ def rank_tensor(mesh: Mesh) -> torch.Tensor:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether a node of a generated graph, bound or not, runs in a process group: it starts, or waits."""
-    return getattr(node.target, "namespace", "") in COLLECTIVES or node.target in (exchange, gather, swap)
+    return getattr(node.target, "namespace", "") in COLLECTIVES or node.target in (exchange, gather)
 
 
 def group_of(node: fx.Node) -> dist.ProcessGroup | None:
