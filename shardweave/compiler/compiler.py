@@ -22,9 +22,10 @@ from shardweave.compiler.capture import capture, with_buffers
 from shardweave.compiler.capture_errors import internal_errors
 from shardweave.compiler.guards import index_checks
 from shardweave.compiler.plan_cache import SWITCH, cached_plan, is_on, plan_key, save_plan
-from shardweave.cost_model import Cluster, ClusterLike, Options, current_device
+from shardweave.cost_model import Cluster, ClusterLike, Options, current_device, profiled_ops
 from shardweave.distributed import (
     Failure,
+    collective,
     control,
     gather_from_ranks,
     raise_failures,
@@ -35,6 +36,7 @@ from shardweave.ir import (
     Captured,
     InputError,
     LayoutError,
+    LostRankError,
     ParallelError,
     PlanError,
     axes_size,
@@ -69,6 +71,10 @@ from shardweave.runtime import (
     named_tensors,
 )
 from shardweave.sharding import Samples, check_local_batch, global_example, idle_axes, inputs_with_first_size
+
+_NO_LIMIT = 2**60
+_OP_PROFILE_SECONDS = 20.0
+"""The time for measuring the ops of a step, once on a machine."""
 
 
 class Compiler:
@@ -228,6 +234,30 @@ class Compiler:
             other._evaluated, other._evaluated_whole = Known(MAX_CACHED_SIMULATIONS), Known(MAX_CACHED_SIMULATIONS)
         return other
 
+    def with_measured_ops(self) -> Compiler:
+        """This compiler, with times of the ops on this machine where the cluster was measured. Collective.
+
+        The ops are those of a data parallel step. An op of another shape takes the time of the nearest one, scaled.
+        """
+        if self.cluster.measured is None:
+            return self
+        plain = replace(
+            self.options, force={"*": "dp"}, memory_limit=_NO_LIMIT, sub_batches=1, buckets=False, recompute="none",
+            micro_batches=self.options.micro_batches or 1,
+        )  # fmt: skip
+        try:
+            trial = self.with_(options=plain)
+            step = trial.lower_on_all_ranks(trial.agreed_plan()).step
+        except LostRankError:
+            raise
+        except ParallelError as error:
+            LOGGER.info("the ops of this step are not measured, as it cannot be data parallel: %s", error)
+            return self
+        graphs = [graph for graph in (step.forward, step.backward) if graph is not None]
+        with collective("measuring the ops of the step", timeout=self.options.collective_timeout):
+            measured = profiled_ops(self.cluster, graphs, seconds_budget=_OP_PROFILE_SECONDS, in_step=True)
+        return self.with_(cluster=measured)
+
     # -- compiling
 
     def lower(self, plan: Plan, accumulates: bool = False, draft: bool = False) -> Compiled:
@@ -273,7 +303,8 @@ class Compiler:
                 raise ParallelError(f"the ranks compile with different meanings of batch= ({meant}): give all the same")
             raise ParallelError(mismatch_message([*zip(*given)]))
         # 3. Plan, lower, place the parameters.
-        return compiler.compile(model, plan, into, unset)
+        planned = compiler if plan is not None else compiler.with_measured_ops()
+        return planned.compile(model, plan, into, unset)
 
     def digest(self) -> str:
         """A hash of the options and of the model's names and shapes, which all ranks must share."""

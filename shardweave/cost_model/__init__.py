@@ -11,7 +11,7 @@ from shardweave.cost_model.collectives import (
     crossed_level,
     group_extents,
 )
-from shardweave.cost_model.device_profile import current_device
+from shardweave.cost_model.device_profile import current_device, profiled_ops
 from shardweave.cost_model.kernel_scratch import allocated_bytes
 from shardweave.cost_model.machine import Device, Level, Machine
 from shardweave.cost_model.measured_tables import (
@@ -87,6 +87,7 @@ __all__ = [
     "collective_demand",
     "cache_directory",
     "current_device",
+    "profiled_ops",
     "store_cached",
     "store_file",
     "collective_seconds",

@@ -1,6 +1,6 @@
 """Profiles of this rank's device: rates of products and memory, launch latency, and compute beside collectives.
 
-`profiled_ops` measures the ops of generated graphs, each distinct op and shape once.
+`profiled_ops` measures the ops of generated graphs: each distinct op and shape alone, or all of them as the graphs run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardweave.cost_model.op_work import Work, node_work
 from shardweave.cost_model.streams import Contention
 from shardweave.distributed import all_gather_objects
 from shardweave.ir import ClusterError
-from shardweave.sharding import op_arguments, op_of, tensor_bytes
+from shardweave.sharding import is_start, is_wait, op_arguments, op_of, tensor_bytes
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -46,6 +46,7 @@ _SHARED_CORE_SECONDS = 0.03
 
 # Profiles of ops
 _OP_SECONDS = 0.05
+_RUNS_OF_A_GRAPH = 4
 _FREE_MEMORY_SHARE = 0.5
 """The part of the free memory that the tensors of one op may take."""
 _FLOPS_PER_BYTE = 10
@@ -177,9 +178,14 @@ def profile_ops(
     device: torch.device | str | None = None,
     seconds_budget: float = 60.0,
     *,
+    in_step: bool = False,
     cache: bool = True,
 ) -> OpTable:
     """Measured times of all ops of `graphs`. Earlier measurements of this machine come from the cache.
+
+    On a CPU an op that runs alone, again and again, finds what it reads in the caches: that may take less than half as
+    long as in a step. With `in_step` the graphs are run from their first node to their last instead, collectives left
+    out, and only what cannot run so is measured alone. On a GPU all ops are measured alone.
 
     Inputs are made before the timing: random numbers, and zeros for integers (valid as indices), or evenly spread
     indices of experts and of rows of an embedding. In a torch.distributed world all ranks measure at the same time, and
@@ -193,6 +199,8 @@ def profile_ops(
         By default that of this rank.
     seconds_budget : float
         Time to spend; ops with most FLOPs and bytes come first.
+    in_step : bool
+        Measure the ops where they are in the graphs, on a CPU.
     cache : bool
         Read and write times in `measured_tables.cache_directory`, under a key of hardware and versions.
 
@@ -213,14 +221,19 @@ def profile_ops(
     (['aten.mm.default(float32[8,8], float32[8,8])'], True)
     """
     where = current_device() if device is None else torch.device(device)
-    cases = _distinct_ops(graphs)
+    given = [each.graph if isinstance(each, fx.GraphModule) else each for each in graphs]
+    cases = _distinct_ops(given)
     # 1. Read the times that are in the cache.
     key = {"format": 1, "device": where.type, "ranks": gather_objects(hardware())}
-    name = f"ops-{measured_tables.key_of(key)}"
+    runs_graphs = in_step and where.type == "cpu"
+    name = f"ops-{'in-steps-' if runs_graphs else ''}{measured_tables.key_of(key)}"
     kept = (_cached(name, OpTable.from_dict) if cache else None) or OpTable()
+    left = [case for case in cases if case.work.signature not in kept.times]
     # 2. Measure the other ops on all ranks.
     start_together()
-    mine, skipped = _time_ops([case for case in cases if case.work.signature not in kept.times], where, seconds_budget)
+    mine = _time_graphs(given, seconds_budget) if runs_graphs and left else {}
+    alone, skipped = _time_ops([case for case in left if case.work.signature not in mine], where, seconds_budget)
+    mine = {case.work.signature: mine[case.work.signature] for case in left if case.work.signature in mine} | alone
     reasons: dict[str, str] = {}
     for part in reversed(gather_objects(skipped)):
         reasons.update(part)
@@ -243,23 +256,81 @@ def profiled_ops(
     device: torch.device | str | None = None,
     seconds_budget: float = 60.0,
     *,
+    in_step: bool = False,
     cache: bool = True,
 ) -> M:
     """`cluster` with the measured times of the ops of `graphs` added to its own (see `profile_ops`)."""
     measured = cluster.measured or Measured()
-    table = measured.ops.merged(profile_ops(graphs, device, seconds_budget, cache=cache))
+    table = measured.ops.merged(profile_ops(graphs, device, seconds_budget, in_step=in_step, cache=cache))
     return replace(cluster, measured=replace(measured, ops=table))
 
 
-def _distinct_ops(graphs: Iterable[fx.Graph | fx.GraphModule]) -> list[_DistinctOp]:
+def _distinct_ops(graphs: Iterable[fx.Graph]) -> list[_DistinctOp]:
     """The distinct ops and shapes of `graphs`, heaviest first."""
     found: dict[str, _DistinctOp] = {}
     for graph in graphs:
-        for node in graph.graph.nodes if isinstance(graph, fx.GraphModule) else graph.nodes:
+        for node in graph.nodes:
             if (work := node_work(node)) is not None:
                 count = found[work.signature].count + 1 if work.signature in found else 1
                 found[work.signature] = _DistinctOp(node, work, count)
     return sorted(found.values(), key=lambda case: -case.weight)
+
+
+class _TimedRun(fx.Interpreter):
+    """A run of a graph on the CPU that notes the seconds of each op, by signature. Collectives do not run.
+
+    It raises TimeoutError after the time `until`.
+    """
+
+    def __init__(self, graph: fx.Graph, until: float) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)
+        self.until = until
+        self.seconds: dict[str, list[float]] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node.op in ("placeholder", "get_attr") or is_start(node):
+            return _value(node, node.meta["val"], torch.device("cpu"))
+        if is_wait(node):
+            return self.env[node.all_input_nodes[0]]
+        if node.op == "output":
+            return None
+        work = node_work(node)
+        if work is None:
+            return super().run_node(node)
+        args, kwargs = _on_device(fx.node.map_arg(op_arguments(node), self.env.__getitem__), torch.device("cpu"))
+        _spread_indices(op_of(node), args)
+        begun = time.perf_counter()
+        if begun > self.until:
+            raise TimeoutError(f"the time for profiling was over at {node.name}")
+        result = op_of(node)(*args, **kwargs)
+        self.seconds.setdefault(work.signature, []).append(time.perf_counter() - begun)
+        return result
+
+
+def _time_graphs(graphs: Sequence[fx.Graph], budget: float) -> dict[str, float]:
+    """Seconds of the ops of graphs that run on the CPU, by signature; without those that are reached in no run."""
+    until, free = time.perf_counter() + budget, _free_bytes(torch.device("cpu")) * _FREE_MEMORY_SHARE
+    means: dict[str, list[float]] = {}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for graph in graphs:
+            if _run_bytes(graph) > free:
+                continue
+            for _ in range(_RUNS_OF_A_GRAPH):
+                run = _TimedRun(graph, until)
+                with suppress(Exception):  # an op that gets other values than in a step may raise anything
+                    run.run()
+                for name, taken in run.seconds.items():
+                    means.setdefault(name, []).append(fmean(taken))
+    return {name: median(taken[1:] or taken) for name, taken in means.items()}  # the first run warms up
+
+
+def _run_bytes(graph: fx.Graph) -> int:
+    """Bytes that a run of a graph needs at least: of its inputs, and of its outputs or of the largest op."""
+    given = sum(tensor_bytes(node.meta.get("val")) for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    largest = max((tensor_bytes(node.meta.get("val")) for node in graph.nodes), default=0)
+    returned = [source for output in graph.find_nodes(op="output") for source in output.all_input_nodes]
+    results = sum(tensor_bytes(node.meta.get("val")) for node in returned)
+    return given + max(largest, results)
 
 
 def _time_ops(
@@ -290,11 +361,16 @@ def _time_op(node: fx.Node, device: torch.device) -> float:
     if needed > free:
         raise MemoryError(f"its tensors take {needed} bytes, expected at most {int(free)}: half of what is free")
     made: dict[fx.Node, Any] = {source: _value(source, held, device) for source, held in inputs.items()}
-    args, kwargs = fx.node.map_arg(op_arguments(node), made.__getitem__)
-    args, kwargs = tree_map_only(torch.device, lambda _: device, (args, kwargs))
+    args, kwargs = _on_device(fx.node.map_arg(op_arguments(node), made.__getitem__), device)
     target = op_of(node)
     _spread_indices(target, args)
     return call_seconds(lambda: target(*args, **kwargs), device, _OP_SECONDS)
+
+
+def _on_device(arguments: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments and keyword arguments of an op, with `device` for that of a tensor that it makes."""
+    args, kwargs = tree_map_only(torch.device, lambda _: device, arguments)
+    return args, kwargs
 
 
 def _value(source: fx.Node, held: object, device: torch.device) -> object:

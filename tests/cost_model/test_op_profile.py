@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,48 @@ def test_a_compiled_step_is_measured_and_priced_by_it() -> None:
         if (work := node_work(node)) is not None:
             assert node_seconds(node, cluster) == cluster.measured.ops.seconds(work.signature) > 0
     assert cluster.fingerprint != Cluster.local(1).fingerprint
+
+
+def test_a_step_is_run_to_measure_its_ops_and_what_cannot_run_so_is_measured_alone(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster.local(2)
+    forward, backward, _ = mlp(cluster, cluster.mesh().axes, layers=3, width=32, rows=16)
+    alone = []
+    monkeypatch.setattr(device_profile, "_time_op", lambda node, device: alone.append(node) or 5.0)
+    table = profile_ops([forward, backward.graph], "cpu", in_step=True)
+    assert set(table.times) == signatures(forward.graph, backward.graph) and not table.skipped and not alone
+    assert all(0 < time.seconds < 5.0 for time in table.times.values())
+    kept = profile_ops([forward, backward.graph], "cpu", in_step=True)
+    assert kept == table and [file.name[:13] for file in cache.glob("ops-*.json")] == ["ops-in-steps-"]
+
+    builder = Builder([])
+    x = builder.tensor("x", 8, 8)
+    first = builder.call(aten.neg.default, x)
+    whole = builder.graph.placeholder("whole")
+    whole.meta["val"] = torch.zeros(4, dtype=torch.int64, device="meta")
+    failing = builder.call(aten.floor_divide.default, whole, whole)  # zero by zero
+    last = builder.call(aten.exp.default, first)
+    found = profile_ops([builder.graph], "cpu", in_step=True, cache=False)
+    assert alone == [failing, last] or alone == [last, failing]
+    assert found.times[signature(first)].seconds < 5.0 == found.times[signature(last)].seconds
+
+    alone.clear()
+    monkeypatch.setattr(device_profile, "_free_bytes", lambda device: 512)
+    profile_ops([_squares(8)], "cpu", in_step=True, cache=False)
+    assert len(alone) == 1  # the graph needs 512 bytes, and a half of what is free may be used
+
+
+def test_what_an_op_changes_in_place_is_read_by_later_ops_of_the_run() -> None:
+    """Runs are like steps: values come from the ops before, and a collective's result has its own shape."""
+    axes = Cluster.local(2).mesh().axes
+    builder = Builder(axes)
+    part = builder.tensor("part", 4, 4)
+    gathered = builder.wait(builder.start("all_gather", part, axes, "part", "parameter"))
+    product = builder.call(aten.mm.default, gathered, part)
+    run = device_profile._TimedRun(builder.graph, time.perf_counter() + 60)
+    run.run()
+    assert list(run.seconds) == [signature(product)]
 
 
 def test_a_large_product_takes_longer_than_a_small_one() -> None:
