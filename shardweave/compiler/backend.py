@@ -395,6 +395,10 @@ class _Request:
                 "the backend shardweave leaves parameters to you, whole and in your dtype, so that it takes no "
                 "precision: convert the model yourself, model.to(torch.bfloat16), or use compile_parallel"
             )
+        if given.get("measure_ops"):
+            raise ParallelError(
+                "measure_ops is for compile_parallel: the backend shardweave plans while torch traces, where no op runs"
+            )
         known = {field.name for field in fields(Options)} - {"outputs"}
         accepted = known | OLD_OPTION_NAMES
         unknown = sorted(set(given) - accepted - {"cluster", "inspect"})

@@ -217,7 +217,7 @@ class Compiler:
     def _resolved(self, start: Plan, changes: dict[str, Any]) -> Plan:
         """A plan with other options, from an earlier one."""
         # These change the capture, or do not matter to the plan.
-        fixed = {"precision", "replicate_unknown_ops", "timeout", "check_inputs", "inductor"}
+        fixed = {"precision", "replicate_unknown_ops", "timeout", "check_inputs", "inductor", "measure_ops"}
         known = {each.name for each in fields(Options)} - fixed
         if unknown := [name for name in changes if name not in known]:
             raise PlanError(f"resolve can change {', '.join(sorted(known))}, not {', '.join(unknown)}: plan anew")
@@ -235,11 +235,11 @@ class Compiler:
         return other
 
     def with_measured_ops(self) -> Compiler:
-        """This compiler, with times of the ops on this machine where the cluster was measured. Collective.
+        """This compiler, with times of the step's ops on this machine, if they are to be measured. Collective.
 
         The ops are those of a data parallel step. An op of another shape takes the time of the nearest one, scaled.
         """
-        if self.cluster.measured is None:
+        if self.cluster.measured is None or not self.options.measure_ops:
             return self
         plain = replace(
             self.options, force={"*": "dp"}, memory_limit=_NO_LIMIT, sub_batches=1, buckets=False, recompute="none",

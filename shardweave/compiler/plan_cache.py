@@ -73,7 +73,8 @@ def plan_key(captured: Captured, cluster: Cluster, options: Options) -> str:
         captured.mutated_buffers, captured.aliases, captured.training, captured.whole, captured.dtypes,
         captured.input_gradients,
     )  # fmt: skip
-    asked = replace(options, timeout=None, check_inputs=0, inductor=False).key  # they are no part of a plan
+    # These are no part of a plan.
+    asked = replace(options, timeout=None, check_inputs=0, inductor=False, measure_ops=False).key
     versions = torch.__version__, version("ortools"), _source_hash()
     text = repr((nodes, names, cluster.name, cluster.fingerprint, asked, versions))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

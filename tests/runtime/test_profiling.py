@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardweave as sw
 from shardweave.cost_model import Cluster, Curve, Measured, collective_profile, collective_seconds, measured_tables
 from shardweave.cost_model import cluster as cluster_module
 from shardweave.cost_model.cluster import profile_cluster
@@ -252,3 +253,31 @@ def test_a_cache_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SHARDWEAVE_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="could not be kept in .*SHARDWEAVE_CACHE"):
         assert measured_tables.write(Measured(key="abc")) is None
+
+
+def measured_ops(cache: str, rows: int, profile: bool = True, measure_ops: bool = True) -> tuple[set[str], float]:
+    """The ops that a compiled step has times of, and its predicted time."""
+    prepare_rank(cache)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+    cluster, options = Cluster.detect(profile=profile), sw.Options(measure_ops=measure_ops)
+    plan = sw.compile_parallel(model, cluster, torch.ones(rows, 16), options=options, progress=False).plan
+    measured = plan.cluster.measured or Measured()
+    return {name.partition("(")[0] for name in measured.ops.times}, plan.step_time
+
+
+def test_the_ops_of_a_step_are_measured_where_that_is_asked_for(pool: WorkerPool, tmp_path: Path) -> None:
+    first, second = pool.run(measured_ops, str(tmp_path), 8, nprocs=2)
+    assert first == second and {"aten.mm.default", "aten.gelu.default", "aten.gelu_backward.default"} <= first[0]
+    assert pool.run(measured_ops, str(tmp_path), 8, nprocs=2) == [first, first]  # from the cache
+    for cluster_is_measured, asked in ((False, True), (True, False)):
+        (without, _), *_ = pool.run(measured_ops, str(tmp_path), 8, cluster_is_measured, asked, nprocs=2)
+        assert not without
+    one, same = pool.run(measured_ops, str(tmp_path), 1, nprocs=2)  # one sample is on both ranks
+    assert one == same
+
+
+def test_a_backend_of_torch_compile_measures_no_ops() -> None:
+    backend: Any = "shardweave"
+    with pytest.raises(Exception, match="measure_ops is for compile_parallel"):
+        torch.compile(torch.nn.Linear(2, 2), backend=backend, options={"measure_ops": True})(torch.ones(2, 2))
