@@ -243,7 +243,7 @@ def _gradients_unread() -> Patch:
             return found
         if tx.f_code is not nn.Module._apply.__code__:
             raise RuntimeError(USED_GRADIENT)
-        return variables.ConstantVariable.create(None)
+        return variables.ConstantVariable(None)  # not `create`, which shares it, as Dynamo writes its source into it
 
     return mock.patch.object(variables.TensorVariable, "method_attr_grad", method_attr_grad)
 
