@@ -257,9 +257,7 @@ def _joint_graph(
         _name_once(module)
         fold_constant_masks(module.graph)
         module.recompile()
-        codegen = module.graph._codegen
-        returned = codegen.process_outputs
-        vars(codegen)["process_outputs"] = lambda outputs: with_objects_opened(returned(outputs))
+        _copy_returned_aliases(module)
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
         # AOTAutograd takes half of the time. What it made of the same graph is taken from an earlier run.
         traced = trace_key(module, *opened)
@@ -340,6 +338,34 @@ def _calling(hooks: tuple[Any, ...], pre_hooks: tuple[Any, ...]) -> Callable[[nn
         return type(output)(*results) if hasattr(output, "_fields") else (*results,)
 
     return on_outputs
+
+
+def _copy_returned_aliases(module: fx.GraphModule) -> None:
+    """Let a module of Dynamo's return copies of outputs that need gradients and are views of something else.
+
+    That is of parameters, of inputs (or these themselves) and of other outputs. AOTAutograd gives them no gradients of
+    their own, so that the gradient of a loss of them would be lost.
+    """
+    codegen: Any = module.graph._codegen
+    returned = codegen.process_outputs
+
+    def process_outputs(outputs: Any) -> Any:
+        given = [*module.parameters(), *pytree.tree_leaves(with_objects_opened(codegen._inputs))]
+        storages = {storage_of(tensor) for tensor in given if isinstance(tensor, Tensor)}
+        own: dict[int, Tensor] = {}  # for each tensor, which may be returned several times
+
+        def with_own_storage(tensor: Tensor) -> Tensor:
+            if not wants_gradient(tensor):
+                return tensor
+            if id(tensor) not in own:
+                own[id(tensor)] = tensor.clone() if storage_of(tensor) in storages else tensor
+                storages.add(storage_of(tensor))
+            return own[id(tensor)]
+
+        results = pytree.tree_map_only(Tensor, with_own_storage, with_objects_opened(returned(outputs)))
+        return with_objects_opened(results)  # which `tree_map_only` has put together again
+
+    vars(codegen)["process_outputs"] = process_outputs
 
 
 def _name_once(module: nn.Module) -> None:

@@ -376,9 +376,12 @@ class Compiler:
             If the plan does not fit the inputs.
         """
 
+        # Another thread may compile. A forward may ask whether gradients are recorded, also where none is wanted.
+        records = call.trains or torch.is_grad_enabled()
+
         def compile() -> CompiledStep | Exception:
             try:
-                with internal_errors(call.model), contextlib.nullcontext() if call.trains else torch.no_grad():
+                with internal_errors(call.model), torch.set_grad_enabled(records):
                     return self._lowered_again(plan, first, call)
             except Exception as error:  # a control group that is closed would end all later calls
                 return error

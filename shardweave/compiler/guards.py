@@ -88,12 +88,19 @@ class Effects:
     """The expressions of parameters and inputs that hooks are registered on, with the methods that register them."""
     storages: set[int] = field(default_factory=set)
     """The storages of parameters, buffers and inputs that are written in place."""
+    grad_modes: set[bool] = field(default_factory=set)
+    """What the forward finds where it asks whether gradients are recorded."""
 
 
 @contextlib.contextmanager
 def recorded_effects() -> Iterator[Effects]:
-    """While this runs, record the writes to attributes and containers that Dynamo traces."""
+    """While this runs, record the writes to attributes and containers that Dynamo traces, and reads of the grad mode.
+
+    A forward reads the mode by `torch.is_grad_enabled`, or by ``requires_grad`` of what it computes. Torch's own code
+    reads it too, but computes the same in both modes.
+    """
     from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
     from torch._dynamo.variables.iter import IteratorVariable
 
     effects = Effects()
@@ -121,7 +128,27 @@ def recorded_effects() -> Iterator[Effects]:
                 _note_items(effects, container, tensors)
         return inner(graph, *args, **kwargs)
 
-    with mock.patch.object(OutputGraph, name, noted):
+    handlers: Any = TorchInGraphFunctionVariable._get_handlers()
+    is_enabled, of_tensor = handlers[torch.is_grad_enabled], TensorVariable.method_attr_requires_grad
+
+    def note_grad_mode(tx: Any) -> None:
+        if str(tx.f_globals.get("__name__", "")).split(".")[0] != "torch":
+            effects.grad_modes.add(torch.is_grad_enabled())
+
+    def is_grad_enabled(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        note_grad_mode(tx)
+        return is_enabled(self, tx, *args, **kwargs)
+
+    def requires_grad(self: Any, tx: Any) -> Any:
+        if self.source is None:
+            note_grad_mode(tx)
+        return of_tensor(self, tx)
+
+    with (
+        mock.patch.object(OutputGraph, name, noted),
+        mock.patch.dict(handlers, {torch.is_grad_enabled: is_grad_enabled}),
+        mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad),
+    ):
         yield effects
 
 
@@ -348,11 +375,15 @@ def reads_of(
         expressions.add(source, guard)
         if guard.create_fn_name() == "TENSOR_MATCH" and expressions.is_of_user(list(_chain(source))):
             is_array = type(source).__name__ == "NumpyTensorSource"
-            if is_array or _is_free(expressions.value_of(source, model), registered):
+            value = expressions.value_of(source, model)
+            _refuse_gradient_of_constant(model, value, expressions.shown(source.name), registered)
+            if is_array or _is_free(value, registered):
                 expressions.add_numbers(source.base if is_array else source, digest=True)
         touched.setdefault(source.name, source)
     for source in buffers:
         expressions.add_numbers(source)
+    if effects.grad_modes:
+        expressions.add_grad_mode()
     reads = Reads(list(expressions.reads.values()), expressions.names)
     for name, method in effects.hooks:
         raise capture_error(
@@ -416,6 +447,19 @@ def _changed(model: nn.Module, expressions: _SourceExpressions, written: _Write,
     if not written.is_constant or owner is None:
         raise error
     return [Change(owner, written.key, written.is_attribute, written.value, shown, error)]
+
+
+def _refuse_gradient_of_constant(model: nn.Module, value: Any, shown: str, registered: set[int]) -> None:
+    """Raise `CaptureError` for a tensor that needs a gradient and is no parameter or buffer: it would get none."""
+    if type(value) is not Tensor or not value.requires_grad or not torch.is_grad_enabled():
+        return
+    if storage_of(value) not in registered:
+        raise capture_error(
+            model,
+            f"its forward uses {shown}, a tensor that needs a gradient and is no parameter: it would get none",
+            way_out="Make it a parameter (nn.Parameter) of the module, or pass it to the call; or detach() it, if it "
+            "is not trained.",
+        )
 
 
 def _is_free(value: Any, registered: set[int]) -> bool:
@@ -490,6 +534,11 @@ class _SourceExpressions:
         look = "digest" if digest else "numbers"
         self.names.setdefault(look, _Numbers(digest))
         self._note(f"{look}({expression})", before, self.shown(source.name))
+
+    def add_grad_mode(self) -> None:
+        """Record that the step depends on whether gradients are recorded."""
+        self.names["module_torch"] = torch
+        self._note("module_torch.is_grad_enabled()", (), "torch.is_grad_enabled()")
 
     def _note(self, expression: str, before: tuple[str, ...], shown: str) -> None:
         self.reads.setdefault(expression, Read((*before, expression), shown))

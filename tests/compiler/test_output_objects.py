@@ -280,3 +280,35 @@ def test_an_object_that_the_forward_changes_is_refused() -> None:
 
     with pytest.raises(sw.ParallelError):
         sw.compile_parallel(Changes(), sw.Cluster.local(1), (Batch(torch.ones(4, 8), torch.ones(4, 4)),))
+
+
+class Aliases(nn.Module):
+    """Returns parameters, inputs and outputs again, as they are and as views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = torch.tanh(self.first(x))
+        left, right = self.last(hidden).chunk(2, 1)
+        return {
+            "hidden": hidden, "again": hidden, "view": hidden[:, :2], "parts": (left, right),
+            "parameter": self.last.weight, "transposed": self.first.weight.t(), "biases": self.last.bias[1:],
+            "input": x, "flat": x.view(-1),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("wants_input", [False, True])
+def test_gradients_of_outputs_that_are_views_of_each_other(wants_input: bool) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_(wants_input)
+    model = Aliases()
+    parallel = sw.compile_parallel(model, sw.Cluster.local(1), (x,))
+    gradients = []
+    for module in (model, parallel):
+        given = x.detach().clone().requires_grad_(wants_input)
+        outputs = pytree.tree_leaves(module(given))
+        sum(((index + 2) * each.square()).sum() for index, each in enumerate(outputs)).backward()
+        gradients.append([given.grad, *(parameter.grad for parameter in module.parameters())])
+    torch.testing.assert_close(*gradients)

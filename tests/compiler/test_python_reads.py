@@ -673,3 +673,39 @@ def test_a_first_call_that_is_another_one_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"reads model\.config\.problem and changes it"):
         sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
     assert model.config.problem is None
+
+
+class AsksForGradients(Model):
+    """Computes something else where no gradients are recorded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return (hidden * 2 if hidden.requires_grad else hidden * 3).mean() + (5 if torch.is_grad_enabled() else 7)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_forward_may_ask_whether_gradients_are_recorded(is_frozen: bool) -> None:
+    model = AsksForGradients().requires_grad_(not is_frozen)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), (BATCH,))
+    for batch in (BATCH, BATCH[:2], BATCH):
+        torch.testing.assert_close(parallel(batch), model(batch))
+        with torch.no_grad():
+            torch.testing.assert_close(parallel(batch), model(batch))
+
+
+class TrainsNoParameter(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = torch.ones(8, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.free).mean()
+
+
+def test_a_tensor_with_a_gradient_that_is_no_parameter_is_refused() -> None:
+    """Otherwise it would be a constant, which its optimizer would never change."""
+    model = TrainsNoParameter()
+    with pytest.raises(CaptureError, match=r"model\.free, a tensor that needs a gradient .*[\s\S]*nn\.Parameter"):
+        sw.compile_parallel(model, sw.Cluster.local(1), (BATCH,))
+    model.free = model.free.detach()
+    sw.compile_parallel(model, sw.Cluster.local(1), (BATCH,))
