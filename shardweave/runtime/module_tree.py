@@ -600,9 +600,30 @@ def copy_with_tensors(model: nn.Module, replace: Callable[[str, torch.Tensor], t
             made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             vars(made).update(vars(tensor))
             memo[id(tensor)] = made
+    memo.update(_copies_of_computed_tensors(model))
     twin = copy.deepcopy(model, memo)
     _let_hooks_read_copies(model, memo)
     return twin
+
+
+def _copies_of_computed_tensors(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Copies of the attributes of modules that are computed from parameters, by their ids: deepcopy refuses these.
+
+    `torch.nn.utils.prune` keeps such weights, which it computes anew in each forward. What reads a copy finds a tensor
+    that needs a gradient, which a capture refuses.
+    """
+    computed = [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    ]
+    copies = {}
+    for tensor in computed:
+        is_sharded = isinstance(tensor, DTensor)
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_sharded else tensor.detach().clone()
+        copies[id(tensor)] = value.requires_grad_()
+    return copies
 
 
 def _let_hooks_read_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
@@ -632,6 +653,7 @@ def copy_without_values(
             made = nn.Parameter(value, name in trained) if isinstance(tensor, nn.Parameter) else value
             vars(made).update(attributes_of(tensor))
             memo[id(tensor)] = made
+    memo.update(_copies_of_computed_tensors(module))
     vars(twin).update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
     _let_hooks_read_copies(module, memo)
     return twin

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 import shardweave as sw
 from shardweave.runtime.launch import WorkerPool
@@ -245,3 +246,26 @@ def compiled_by_torch() -> None:
 
 def test_torch_compile_leaves_it_as_it_is(pool: WorkerPool) -> None:
     pool.run(compiled_by_torch, nprocs=3, timeout=120)
+
+
+def test_weights_are_pruned_after_compiling_as_on_one_device() -> None:
+    """Pruning keeps the weight that it computes, which needs a gradient, as an attribute of the module."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        module = sw.compile_parallel(model, sw.Cluster.local(1), (x,)) if compiles else model
+        module(x).sum().backward()
+        module.zero_grad()
+        prune.l1_unstructured(module[0], "weight", 0.3)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(3):
+            loss = module(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            if step == 1:
+                prune.remove(module[0], "weight")
+    torch.testing.assert_close(losses[3:], losses[:3])
