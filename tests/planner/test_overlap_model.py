@@ -27,7 +27,7 @@ from tests.models import TODAY
 from tests.planner.planners import Planner
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=4, heads=16, width=1024)
-BATCH, PLANS = 64, 24
+BATCH, PLANS = 64, 96
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
