@@ -34,6 +34,7 @@ from shardweave.distributed import (
 )
 from shardweave.ir import (
     Captured,
+    ClusterError,
     InputError,
     LayoutError,
     LostRankError,
@@ -238,9 +239,19 @@ class Compiler:
         """This compiler, with times of the step's ops on this machine, if they are to be measured. Collective.
 
         The ops are those of a data parallel step. An op of another shape takes the time of the nearest one, scaled.
+
+        Raises
+        ------
+        ClusterError
+            If they are to be measured, but the cluster was not.
         """
-        if self.cluster.measured is None or not self.options.measure_ops:
+        if not self.options.measure_ops:
             return self
+        if self.cluster.measured is None:
+            raise ClusterError(
+                "measure_ops: expected a cluster that was measured on the running machine, got the figures of "
+                f"{self.cluster.name!r}. Compile for Cluster.detect(), or leave measure_ops out"
+            )
         plain = replace(
             self.options, force={"*": "dp"}, memory_limit=_NO_LIMIT, sub_batches=1, buckets=False, recompute="none",
             micro_batches=self.options.micro_batches or 1,
@@ -251,7 +262,7 @@ class Compiler:
         except LostRankError:
             raise
         except ParallelError as error:
-            LOGGER.info("the ops of this step are not measured, as it cannot be data parallel: %s", error)
+            warnings.warn(f"the step's ops are not measured, as it cannot be data parallel: {error}", stacklevel=2)
             return self
         graphs = [graph for graph in (step.forward, step.backward) if graph is not None]
         with collective("measuring the ops of the step", timeout=self.options.collective_timeout):

@@ -179,8 +179,8 @@ class Options:
         runs ops that Inductor cannot compile as they are, after a warning. ``True`` compiles on CPUs, too, where steps
         gain no time by it; such ops are an error then. The plan does not count what is gained. See docs/overlap.md.
     measure_ops : bool
-        `compile_parallel` measures the ops of the step on the running machine first, and plans with their times, if the
-        cluster was measured itself (`Cluster.detect()`). That takes up to half a minute, once on a machine. `plan`
+        `compile_parallel` measures the ops of the step on the running machine first, and plans with their times. That
+        takes up to half a minute, once on a machine. The cluster must be measured itself (`Cluster.detect()`). `plan`
         measures nothing, as it may run anywhere. See docs/cluster.md.
     recompile_limit : int
         The most steps of one parallel module. Calls with inputs of other sizes or in another mode compile a step of
