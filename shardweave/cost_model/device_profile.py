@@ -231,15 +231,15 @@ def profile_ops(
     left = [case for case in cases if case.work.signature not in kept.times]
     # 2. Measure the other ops on all ranks.
     start_together()
-    mine = _time_graphs(given, seconds_budget) if runs_graphs and left else {}
-    alone, skipped = _time_ops([case for case in left if case.work.signature not in mine], where, seconds_budget)
-    mine = {case.work.signature: mine[case.work.signature] for case in left if case.work.signature in mine} | alone
+    runs = _time_graphs(given, seconds_budget) if runs_graphs and left else {}
+    in_place = {name: seconds for name, seconds in runs.items() if name not in kept.times}
+    alone, skipped = _time_ops([case for case in left if case.work.signature not in runs], where, seconds_budget)
     reasons: dict[str, str] = {}
     for part in reversed(gather_objects(skipped)):
         reasons.update(part)
     # 3. Add the medians over the ranks to the cache.
     works = {case.work.signature: case.work for case in cases}
-    times = median_over_ranks(mine)
+    times = median_over_ranks(in_place | alone)
     new = OpTable.of([OpTime(seconds, works[signature]) for signature, seconds in times.items()])
     if cache and times and is_rank_zero():
         measured_tables.store_cached(name, kept.merged(new).to_dict())

@@ -34,7 +34,7 @@ from shardweave.ir import Axis, axes_size
 
 c10d = torch.ops._c10d_functional
 
-_KINDS = {
+_KINDS: dict[Any, str] = {
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_to_all_single.default: "all_to_all",
@@ -57,7 +57,7 @@ def sends_directly(kind: str, axes: Iterable[Axis], group: dist.ProcessGroup) ->
 
 def is_sent_directly(start: fx.Node, axes: Iterable[Axis]) -> bool:
     """Whether a collective of a generated graph over `axes` is sent from rank to rank, if its group is over gloo."""
-    kind = _KINDS.get(start.target)  # type: ignore[call-overload]  # a target may be any callable
+    kind = _KINDS.get(start.target)
     is_maximum = kind == "reduce_scatter" and start.args[1] != "sum"
     return kind is not None and not is_maximum and _loads_links_less(kind, axes)
 
@@ -89,7 +89,7 @@ def send_directly(start: fx.Node, axes: Iterable[Axis], group: dist.ProcessGroup
     """
     if gloo_backend(group) is None or not is_sent_directly(start, axes):
         return
-    graph, kind, source, name = start.graph, _KINDS[start.target], start.args[0], start.args[-1]  # type: ignore[index]
+    graph, kind, source, name = start.graph, _KINDS[start.target], start.args[0], start.args[-1]
     with graph.inserting_before(start):
         if kind == "all_gather":
             moved = graph.call_function(gather, (source, name))
@@ -120,8 +120,7 @@ def exchange(
     """
     received = sent.new_empty((sum(output_sizes), *sent.shape[1:]))
     leaving, arriving = torch.split(sent, [*input_sizes]), torch.split(received, [*output_sizes])
-    own = _send(leaving, arriving, received, group_name)
-    arriving[own].copy_(leaving[own])
+    _send(leaving, arriving, received, group_name)
     return received
 
 
@@ -129,19 +128,14 @@ def gather(sent: torch.Tensor, group_name: str) -> torch.Tensor:
     """Start an all-gather along the first dimension; its result is to be waited for as that of `c10d` is."""
     size = group_named(group_name).size()
     received = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
-    arriving = torch.split(received, sent.shape[0])
-    own = _send([sent] * size, arriving, received, group_name)
-    arriving[own].copy_(sent)
+    _send([sent] * size, torch.split(received, sent.shape[0]), received, group_name)
     return received
 
 
 def _send(
     leaving: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], received: torch.Tensor, group_name: str
-) -> int:
-    """Send and receive a part for each other rank of a group, and return this one's place in it.
-
-    What waits for `received` waits for all of them.
-    """
+) -> None:
+    """Send and receive a part for each rank of a group. What waits for `received` waits for all of them."""
     group = group_named(group_name)
     own, size = group.rank(), group.size()
     others = [(own + distance) % size for distance in range(1, size)]
@@ -151,7 +145,7 @@ def _send(
     for rank in others:
         if leaving[rank].numel():
             torch._C._distributed_c10d._register_work(received, group.send([leaving[rank]], rank, _TAG))
-    return own
+    arriving[own].copy_(leaving[own])
 
 
 def group_named(name: str) -> dist.ProcessGroup:

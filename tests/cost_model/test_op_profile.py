@@ -155,7 +155,7 @@ def test_a_step_is_run_to_measure_its_ops_and_what_cannot_run_so_is_measured_alo
     assert len(alone) == 1  # the graph needs 512 bytes, and a half of what is free may be used
 
 
-def test_what_an_op_changes_in_place_is_read_by_later_ops_of_the_run() -> None:
+def test_a_run_that_measures_ops_has_the_results_of_collectives_without_them() -> None:
     """Runs are like steps: values come from the ops before, and a collective's result has its own shape."""
     axes = Cluster.local(2).mesh().axes
     builder = Builder(axes)
