@@ -2,9 +2,10 @@
 
 The fitted figures serve collectives that are not in the measured table. A full profile measures every kind of
 collective, for every placement of a group on the world's mesh, with sizes from 4 KiB on by factors of 4. A brief one,
-which is the default on a running world, measures the groups of each level alone, with factors of 16. The functional
-collectives are those that generated graphs call, and all groups of a placement run at the same time. All ranks begin
-each call together, as in a step: calls one after another would find the threads awake.
+which is the default on a running world, measures the groups of each level alone, with factors of 16, and of 4 before a
+size that takes too long. The functional collectives are those that generated graphs call, and all groups of a placement
+run at the same time. All ranks begin each call together, as in a step: calls one after another would find the threads
+awake.
 
 A figure is the median of several samples. Kinds, placements and sizes are measured in rounds, so that other work of the
 machine affects all of them equally. If a smaller size is slower than a larger one, both get the mean. Decisions by the
@@ -91,7 +92,8 @@ def fit_links(cluster: M) -> M:
 
     The time of a collective is linear in the latency of its start and, for each level, in the latency of a hop and in
     the seconds a byte. The fit has the least sum of squared relative errors over all points of groups that cross one
-    level, without negative figures. Levels that were not measured keep theirs.
+    level, each weighted by the square root of its seconds, without negative figures. So a rate comes from the large
+    sizes: the links let small ones pass faster. Levels that were not measured keep theirs.
 
     Examples
     --------
@@ -105,9 +107,9 @@ def fit_links(cluster: M) -> M:
     """
     if cluster.measured is None:
         return cluster
-    # 1. Write an equation for each point: its formula, divided by its seconds, is 1.
+    # 1. Write an equation for each point: its formula is its seconds, both divided by the root of the seconds.
     count = len(cluster.levels)
-    rows, unit = [], _with_unit_hops(cluster)
+    rows, roots, unit = [], [], _with_unit_hops(cluster)
     for curve in cluster.measured.collectives.curves:
         crossed = [index for index, extent in enumerate(curve.members) if extent > 1]
         if len(crossed) != 1:
@@ -117,12 +119,13 @@ def fit_links(cluster: M) -> M:
         for size, seconds in zip(curve.bytes, curve.seconds, strict=True):
             row = np.zeros(1 + 2 * count)
             row[0], row[1 + crossed[0]], row[1 + count + crossed[0]] = 1, hops, cost.seconds_per_byte * size
-            rows.append(row / seconds)
+            rows.append(row / math.sqrt(seconds))
+            roots.append(math.sqrt(seconds))
     if not rows:
         return cluster
     # 2. Solve them, and write the figures into the levels.
     matrix = np.array(rows)
-    constants = _non_negative_least_squares(matrix)
+    constants = _non_negative_least_squares(matrix, np.array(roots))
     levels = []
     for index, level in enumerate(cluster.levels):
         latency, slower = float(constants[1 + index]), float(constants[1 + count + index])
@@ -139,18 +142,18 @@ def _with_unit_hops(cluster: M) -> M:
     return replace(cluster, levels=levels, device=replace(cluster.device, collective_latency=0.0), measured=None)
 
 
-def _non_negative_least_squares(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The ``x >= 0`` with the least ``|matrix @ x - 1|``. It tries all sets of unknowns that are not 0.
+def _non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The ``x >= 0`` with the least ``|matrix @ x - target|``. It tries all sets of unknowns that are not 0.
 
-    >>> _non_negative_least_squares(np.array([[1.0, 0.0], [0.0, 4.0]])).tolist()
+    >>> _non_negative_least_squares(np.array([[1.0, 0.0], [0.0, 4.0]]), np.array([1.0, 1.0])).tolist()
     [1.0, 0.25]
     """
     columns = [index for index in range(matrix.shape[1]) if matrix[:, index].any()]
-    best, least = np.zeros(matrix.shape[1]), float(len(matrix))
+    best, least = np.zeros(matrix.shape[1]), float((target**2).sum())
     for size in range(1, len(columns) + 1):
         for used in itertools.combinations(columns, size):
-            found = np.linalg.lstsq(matrix[:, used], np.ones(len(matrix)), rcond=None)[0]
-            error = float(((matrix[:, used] @ found - 1) ** 2).sum())
+            found = np.linalg.lstsq(matrix[:, used], target, rcond=None)[0]
+            error = float(((matrix[:, used] @ found - target) ** 2).sum())
             if (found >= 0).all() and error < least:
                 best, least = np.zeros(matrix.shape[1]), error
                 best[list(used)] = found
@@ -241,7 +244,7 @@ def profile_collectives(
     seconds = effort.seconds
     begin, first_end = agree.now(), _FIRST_SAMPLES_SHARE * seconds
     # 1. Take a first sample of each kind and placement, at rising sizes.
-    groups, sizes = placements(cluster, effort.across_levels), _BUFFER_BYTES[device.type][:: effort.every_nth_size]
+    groups, sizes = placements(cluster, effort.across_levels), _BUFFER_BYTES[device.type]
     left = [(axes, kind) for axes in groups for kind in COLLECTIVE_KINDS]
     found: list[tuple[_Samples, str, tuple[int, ...]]] = []
     missed, made = [], []
@@ -257,7 +260,7 @@ def profile_collectives(
             left.remove((axes, kind))
             is_direct = device.type == "cpu" and sends_directly(kind, axes, made[-1])
             samples = _Samples(kind, made[-1], device, is_direct)
-            stopped = _measure_sizes(samples, agree, sizes, now + share, effort.call_seconds)
+            stopped = _measure_sizes(samples, agree, sizes, now + share, effort)
             found.append((samples, kind, members))
             if stopped:
                 missed.append((kind, members, stopped))
@@ -415,10 +418,15 @@ class _RankAgreement:
 
 
 class _Samples:
-    """Measured seconds of a call of one kind of collective in one group, by size; of direct sends if `is_direct`."""
+    """Measured seconds of a call of one kind of collective in one group, by size; of direct sends if `is_direct`.
+
+    A sample is the mean of the ranks; of a broadcast, of those that receive, as its source waits for no one.
+    """
 
     def __init__(self, kind: str, group: dist.ProcessGroup, device: torch.device, is_direct: bool) -> None:
         self.kind, self.group, self.device, self.is_direct = kind, group, device, is_direct
+        waits, members = not (kind == "broadcast" and group.rank() == 0), group.size()
+        self.weight = float(waits) * (members / (members - 1) if kind == "broadcast" else 1.0)
         self.bytes: dict[int, int] = {}
         self.seconds: dict[int, list[float]] = {}
 
@@ -430,7 +438,7 @@ class _Samples:
         for _ in range(self._calls(size)):
             agree.largest(0.0)
             took.append(_seconds(call, 1, self.device))
-        self.seconds[size].append(agree.mean(fmean(took)))
+        self.seconds[size].append(agree.mean(fmean(took) * self.weight))
 
     def expected(self, size: int) -> float:
         """An estimate of the seconds for one more sample: a first call, and those that are counted.
@@ -473,24 +481,36 @@ class _Samples:
 
 
 def _measure_sizes(
-    samples: _Samples, agree: _RankAgreement, sizes: Sequence[int], until: float, call_seconds: float
+    samples: _Samples, agree: _RankAgreement, sizes: Sequence[int], until: float, effort: ProfileEffort
 ) -> str:
     """Take a first sample at rising sizes until the time is up; returns why sizes are missing, or "".
 
-    Sizes are left out, too, of which a call is expected to take more than `call_seconds`, if the rate is known.
+    The sizes rise by the step of `effort`, and by smaller ones where the next would take too long: a link lets the
+    first tens of KiB pass faster than its rate, so a rate that is known from small sizes alone may be far too high.
     """
-    before = math.inf
-    for size, following in zip(sizes, (*sizes[1:], None), strict=True):
+    place, before, is_rate_known = 0, math.inf, False
+    while True:
+        # 1. Take a sample of this size.
+        size = sizes[place]
         if why := samples.first(size, agree):
             return f"{_size_text(size)} and more: {why}"
         took = samples.seconds.get(size, [0.0])[0]
-        expected = took * (following or 0) / size
-        is_known, before = took > _TRANSFER_RATIO * before, took
-        if is_known and expected > call_seconds:
-            return f"more than {_size_text(size)}: a call would take about {readable_seconds(expected)}"
-        if following is not None and agree.now() + _FIRST_SAMPLE_CALLS * expected > until:
-            return f"more than {_size_text(size)}: its part of the time was over"
-    return ""
+        is_rate_known, before = is_rate_known or took > _TRANSFER_RATIO * before, took
+        if place + effort.every_nth_size >= len(sizes):
+            return ""
+        # 2. Go on with the largest of the next sizes that is fast enough.
+        left, reason = until - agree.now(), ""
+        for following in range(place + effort.every_nth_size, place, -1):
+            expected = took * sizes[following] / size
+            if is_rate_known and expected > effort.call_seconds:
+                reason = f"a call would take about {readable_seconds(expected)}"
+            elif _FIRST_SAMPLE_CALLS * expected > left:
+                reason = "its part of the time was over"
+            else:
+                place = following
+                break
+        else:
+            return f"more than {_size_text(size)}: {reason}"
 
 
 def _seconds(call: Callable[[], Any], times: int, device: torch.device) -> float:

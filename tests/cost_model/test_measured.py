@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardweave.cost_model import Cluster, CollectiveTable, Curve, Measured, collective_seconds
-from shardweave.cost_model.collective_profile import fit_links
+from shardweave.cost_model.collective_profile import ProfileEffort, _measure_sizes, fit_links
 from shardweave.cost_model.collectives import collective_algorithm, collective_demand
 from shardweave.ir.errors import ClusterError
 
@@ -184,6 +184,52 @@ def test_links_are_fitted_to_what_they_gave(start: float, latency: float, bandwi
         expected = collective_seconds("reduce_scatter", size, axes, true)
         assert collective_seconds("reduce_scatter", size, axes, again) == pytest.approx(expected, rel=1e-3)
     assert again.levels[1] == base.levels[1]
+
+
+@pytest.mark.parametrize("rate", [1e7, 1e8])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_the_rate_of_a_link_is_that_of_large_transfers(kind: str, rate: float) -> None:
+    """A shaped link lets the first 64 KiB pass at once; each of two ranks sends half of the bytes."""
+    sizes = (4096.0, 65536.0, 262144.0, 1048576.0)
+    times = tuple(1e-3 + max(0.0, size / 2 - 65536) / rate for size in sizes)
+    fitted = fit_links(carrying(Cluster.local(2), Curve(kind, (2, 1), sizes, times)))
+    assert fitted.levels[0].bandwidth == pytest.approx(rate, rel=0.35)
+
+
+class TakenSizes:
+    """What a profile measures, on a link of `rate` bytes per second, and the clock that it reads."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.clock = rate, 0.0
+        self.seconds: dict[int, list[float]] = {}
+
+    def first(self, size: int, agree: TakenSizes) -> str:
+        self.seconds[size] = [1e-3 + size / self.rate]
+        self.clock += 3 * self.seconds[size][0]
+        return ""
+
+    def now(self) -> float:
+        return self.clock
+
+
+@pytest.mark.parametrize(
+    ("rate", "until", "expected"),
+    [
+        (1e10, 60.0, [4, 64, 1024, 16384]),
+        (1e7, 60.0, [4, 64, 256]),  # from 64 KiB on, 1 MiB seems to take 121 ms, more than the 50 of a call
+        (1e7, 0.1, [4, 64]),  # 256 KiB seems to take more than is left
+        (1e6, 0.1, [4, 16]),
+        (1e3, 1.0, [4]),
+    ],
+)
+def test_a_size_that_would_take_too_long_gives_way_to_a_smaller_one(
+    rate: float, until: float, expected: list[int]
+) -> None:
+    taken: Any = TakenSizes(rate)
+    sizes = [4**k * 1024 for k in range(1, 9)]
+    why = _measure_sizes(taken, taken, sizes, until, ProfileEffort("brief", 5.0, 2, False, call_seconds=0.05))
+    assert [size // 1024 for size in taken.seconds] == expected
+    assert why.startswith(f"more than {expected[-1]} KiB" if rate < 1e10 else "")
 
 
 def test_a_measurement_quicker_than_the_formulas_latency_is_still_a_demand() -> None:
