@@ -134,7 +134,7 @@ class _Held:
 
 
 class Gathering(NamedTuple):
-    """How an op gathers its parameter: in so many slices, of which the forward keeps some for the backward."""
+    """How a parameter is gathered: in so many slices, of which the forward keeps some for the backward."""
 
     slices: int
     kept: int
@@ -191,17 +191,20 @@ def price_op(
     for index, strategy in enumerate(strategies):
         if strategy.slices > 1:
             by_strategy[:2, 0, index] += _in_slices(op, strategy, ports[port_of[index]], prices, sub_batches)
-    # 2. What its parameters move and hold: its own, and its companions, which every device uses whole.
+    # 2. What its parameters move and hold: its own, and its companions, which every device uses whole and gathers as
+    #    one.
     used = {port: op.compute_layout(strategy, mesh) for port, strategy in zip(port_of, strategies)}
     batches = [_batch_axes(op, assignments) for assignments in ports]
     stages, over = [strategy.axes(mesh).stages for strategy in strategies], [batches[port] for port in port_of]
-    gathering = [Gathering(strategy.slices, kept) for strategy, kept in zip(strategies, kept_slices, strict=True)]
+    in_slices = [Gathering(strategy.slices, kept) for strategy, kept in zip(strategies, kept_slices, strict=True)]
+    as_one = [Gathering(1, each.kept) for each in in_slices]
     companions = Counter(zip(parameters.shapes[1:], parameters.are_read_again[1:], strict=True))
-    parts = [([used[port] for port in port_of], parameters.are_read_again[0], 1)]
-    parts += [([Layout.replicated(shape)] * len(stages), read, count) for (shape, read), count in companions.items()]
+    parts = [([used[port] for port in port_of], in_slices, parameters.are_read_again[0], 1)]
+    parts += [([Layout.replicated(shape)] * len(stages), as_one, read, count)
+              for (shape, read), count in companions.items()]  # fmt: skip
     held = [
         (_held(layouts, stages, over, gathering, parameters, read, prices, windows, ends), count)
-        for layouts, read, count in parts
+        for layouts, gathering, read, count in parts
     ]
     gathered, reduced = (np.max([getattr(each, kind) for each, _ in held], axis=0) for kind in ("gathered", "reduced"))
     regathers = held[0][0].regathers
@@ -299,7 +302,9 @@ def _held(
     )
     costs = windows.none(len(stages))
     for traffic, forward, backward, alone in moves:
-        moving = windows.moved(traffic, np.stack([forward, backward]), alone)
+        links = np.stack([forward, backward])
+        moving = windows.moved(traffic, links / slices, alone)  # of all but one slice, other slices compute beside
+        moving += windows.moved(traffic, links - links / slices)
         costs += windows.once(moving) if traffic in ("broadcast", "reduce") else moving
     optimizer = [optimizer_loads(int(size), parameters.optimizer_bytes / sizes.master, prices.cluster)
                  for size in owning * sizes.master]  # fmt: skip
