@@ -152,7 +152,14 @@ class Facts:
     def ends(self, op: Op) -> Ends:
         """Whether no op comes before it, and whether none comes after it."""
         own = [role.node for role in op.roles if not info(role.node).backward]
-        return Ends(any(node not in self._behind for node in own), any(node not in self._before for node in own))
+        is_last = any(node not in self._before for node in own)
+        behind_all = is_last and self._last_nodes.issubset(own)
+        return Ends(any(node not in self._behind for node in own), is_last, behind_all)
+
+    @cached_property
+    def _last_nodes(self) -> set[fx.Node]:
+        """The products of the forward that no other comes after."""
+        return {node for node in self.roles if not info(node).backward and node not in self._before}
 
     def beside(self, op: Op) -> float:
         """How large a neighbour's parameter is, as a part of this op's: it is gathered and reduced beside it.

@@ -81,10 +81,14 @@ class OpPrices:
 
 @dataclass(frozen=True)
 class Ends:
-    """Whether an op is one of those that nothing comes before, and of those that nothing comes after."""
+    """Whether an op is one of those that nothing comes before, and of those that nothing comes after.
+
+    `behind_all` says whether all others come before it.
+    """
 
     first: bool = False
     last: bool = False
+    behind_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,8 @@ def price_op(
     for index, strategy in enumerate(strategies):
         if strategy.slices > 1:
             by_strategy[:2, 0, index] += _in_slices(op, strategy, ports[port_of[index]], prices, sub_batches)
+    if ends.behind_all:
+        by_strategy += _without_links(by_strategy[:2, 0], independent[port_of], strategies, kept_slices, windows)
     # 2. What its parameters move and hold: its own, and its companions, which every device uses whole and gathers as
     #    one.
     used = {port: op.compute_layout(strategy, mesh) for port, strategy in zip(port_of, strategies)}
@@ -220,6 +226,25 @@ def price_op(
         windows.moved("gather", np.stack([np.zeros_like(regathers), regathers])),
         independent,
     )
+
+
+def _without_links(
+    computed: Floats,
+    independent: Floats,
+    strategies: Sequence[Strategy],
+    kept_slices: Sequence[int],
+    windows: Windows,
+) -> Costs:
+    """What the op behind all others computes while the links are idle, at each strategy.
+
+    The forward's gathers have ended before it, or before its last slice. In the backward one of its two products comes
+    before all reductions, the shorter one at least, but not before the gathers where parameters are gathered again.
+    """
+    slices = np.array([strategy.slices for strategy in strategies])
+    pairs = zip(strategies, kept_slices, strict=True)
+    gathers_once = np.array([strategy.rest == 1 or kept == strategy.slices for strategy, kept in pairs])
+    shorter = np.minimum(independent, computed[1] - independent)
+    return windows.without_links(computed[0] / slices, gathers_once * shorter / slices)
 
 
 def _held(

@@ -21,8 +21,9 @@ is all compute and links that are all full meet where the simulator has them mee
 That is a bound: no order of a step hides more. A step of few ops, or one whose products wait for gathers, hides less.
 
 What an op gathers that no other comes before, or reduces at the end of the backward, is waited for: nothing is computed
-beside it (`op_costs.Ends`). So is what `Ablation.blocking` names. The optimizer's step is a window of its own: the host
-and the device's memory work at once.
+beside it (`op_costs.Ends`). While the last op of the forward computes, all gathers have ended, and no gradient is there
+yet: the links are idle. What `Ablation.blocking` names is waited for, too. The optimizer's step is a window of its own:
+the host and the device's memory work at once.
 
 Of several micro-batches, copies of the states are gathered in the first forward alone, and gradients that are summed
 over all of them are reduced in the last backward alone. These two are windows, and what the others take together are
@@ -130,6 +131,12 @@ class Windows:
         """Of compute."""
         found = self.none(*np.shape(forward))
         found[0, 0], found[1, 0] = forward, backward
+        return found
+
+    def without_links(self, forward: Floats, backward: Floats) -> Costs:
+        """Of compute, besides `computed`, where no collective that hides can run beside it: the links are idle."""
+        found, levels = self.none(*np.shape(forward)), slice(1 + 2 * len(self.levels), None)
+        found[0, levels], found[1, levels] = forward, backward
         return found
 
     def waited(self, links: Links) -> Costs:
