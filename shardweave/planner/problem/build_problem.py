@@ -36,7 +36,7 @@ from shardweave.ir import (
 )
 from shardweave.planner.problem.graph_analysis import Facts, Scatters, bound_of, num_bytes, root_of
 from shardweave.planner.problem.op_costs import Parameters, Sizes, price_op
-from shardweave.planner.problem.overlap_model import Costs, Windows
+from shardweave.planner.problem.overlap_model import Costs, Floats, Windows
 from shardweave.planner.problem.problem import Edge, Problem
 from shardweave.planner.problem.resharding_costs import Links, Prices, local_numel, tensor_outputs, whole
 from shardweave.planner.problem.space import Space, spread
@@ -63,9 +63,12 @@ def gradient_bytes(captured: Captured) -> int:
     return num_bytes(node for node in captured.graph.graph.nodes if node.name in names)
 
 
-SOFTMAX_PASSES = 3
-"""Passes over its value, and small sums, that a softmax takes in parts beside what it takes fused: max, sum, and once
-more in its backward."""
+_DECOMPOSED_PASSES = 3.0, 2.5
+"""What a softmax takes longer in parts, in seconds of a fused one in the forward: forward and backward. It reads and
+writes its value 2 and 3 times fused, and 8 times in parts: largest, difference, exponentials, sum, difference; and sum,
+exponentials, product, difference."""
+_DECOMPOSED_SUMS = 2, 1
+"""Small sums over devices of a softmax in parts, in the forward and in the backward."""
 
 
 class ProblemBuilder:
@@ -266,10 +269,14 @@ class ProblemBuilder:
 
     def _computed(self, node: fx.Node, assignments: Sequence[Assignment]) -> Costs:
         """Computing a node at each of these assignments, forward and backward."""
+        seconds = self._seconds(node, assignments)
+        return self.windows.computed(seconds, self.facts.backward_ratio(node) * seconds)
+
+    def _seconds(self, node: fx.Node, assignments: Sequence[Assignment]) -> Floats:
+        """Seconds of a node in the forward, at each of these assignments."""
         factor, parts = self.facts.batch_factor(node), self.parts(self.is_undivided(node))
         batch = (factor,) if factor else ()
-        seconds = np.array([self.prices.compute(node, assignment, batch, parts) for assignment in assignments])
-        return self.windows.computed(seconds, self.facts.backward_ratio(node) * seconds)
+        return np.array([self.prices.compute(node, assignment, batch, parts) for assignment in assignments])
 
     def _ends_sums(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> bool:
         """Whether a partial sum ends here (with a bias, say) that may be scattered."""
@@ -286,14 +293,15 @@ class ProblemBuilder:
         axes = tuple(axis for axis in split if axis.kind == "space")
         if rule is None or rule.decompose is None or not axes:
             return
-        work = self._computed(node, [Assignment.of(choice.assignment)])[:, :, 0]
+        fused = self._seconds(node, [Assignment.of(choice.assignment)])[0]
         whole = {f.name for f in bound.factors if f.blocked}
         rows = local_numel(choice.outputs[0]) // max(1, math.prod(bound.factor(name).size for name in whole))
         itemsize = tensor_outputs(node)[0].element_size()
         parts = self.parts(self.is_undivided(node))
         one = parts * self.prices.collective("all_reduce", axes, max(1, rows // parts) * itemsize)
-        sums = np.stack([(SOFTMAX_PASSES - 1) * one, one])
-        costs += SOFTMAX_PASSES * work + self.windows.activations(sums, self.is_undivided(node))
+        sums = np.stack([count * one for count in _DECOMPOSED_SUMS])
+        costs += self.windows.activations(sums, self.is_undivided(node))
+        costs += self.windows.computed(*(passes * fused for passes in _DECOMPOSED_PASSES))
 
     def _join(self, node: fx.Node, bound: BoundRule, arguments: Sequence[fx.Node]) -> None:
         key = self._key(node)
