@@ -22,8 +22,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardweave.compiler.branch_selection import CHANGED_PARAMETER, LISTED
 from shardweave.compiler.branches import LOOP
-from shardweave.compiler.constants import INDEXED
-from shardweave.compiler.dynamo_workarounds import HINTS, USED_GRADIENT
+from shardweave.compiler.constants import DRAWN, INDEXED
+from shardweave.compiler.dynamo_workarounds import CLOCK, CLOCK_WAY_OUT, DRAW_WAY_OUT, HINTS, USED_GRADIENT
 from shardweave.ir import CaptureError, InternalError, ParallelError
 from shardweave.runtime import ParallelModule
 
@@ -125,6 +125,10 @@ _OUTSIDE = "Call that outside of the forward: a captured step has ops on tensors
 _RAISED = (
     "The model itself stops here: mend the call or the config, then compile again. If it runs by itself, it makes up "
     "an optional input (such as attention_mask) only where it is not compiled: give it that input."
+)
+_OVERWRITTEN_WAY_OUT = (
+    "Its backward fails without shardweave, too: make a new tensor where a value is changed in place (x = x * 2 for "
+    "x.mul_(2)), or change a copy of it (x.clone().mul_(2))."
 )
 _OF_A_LIBRARY = (
     "That line belongs to an installed library, {library}. Look for an argument of the call, or a setting of the "
@@ -283,6 +287,9 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
         return SEVERAL_GRADIENTS, _HOOK_WAY_OUT
     if "outside the scope of this HOP" in text:
         return "a hook on a gradient, or another function that is traced by itself, changes a variable", _KEPT_WAY_OUT
+    for reason, way_out in ((DRAWN, DRAW_WAY_OUT), (CLOCK, CLOCK_WAY_OUT)):
+        if reason in text:
+            return text.strip().split("\n")[0], way_out
     if USED_GRADIENT in text:
         return USED_GRADIENT, _GRADIENT_WAY_OUT
     if LOOP in text:
@@ -295,7 +302,7 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
     if explanation and "trace the builtin" in explanation[1]:
         return explanation[1].partition(" This function is")[0], _OUTSIDE
     if "modified by an inplace operation" in text:
-        return text.strip().partition(" Hint:")[0], _RAISED
+        return text.strip().partition(" Hint:")[0], _OVERWRITTEN_WAY_OUT
     return explanation[1] if explanation else text.strip().split("\n")[0] or type(chain[0]).__name__, _WAY_OUT
 
 

@@ -31,6 +31,7 @@ ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MAX_BYTES = 2**30
 """Of each tensor that is computed for a mask; larger masks stay, as computing them takes memory and seconds."""
+DRAWN = "draws another number in each call, and a step would repeat one number"
 INDEXED = "what is indexed by a tensor, or the result, is written in place later"
 _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64}
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior, operator.ixor}
@@ -237,6 +238,8 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
                 found = _value_of_buffers(node, sources, {}).item()
         except Exception:  # a function that runs apart from its graph may raise anything
             return None
+        if any(type(source).__name__ == "RandomValueSource" for source in sources):
+            raise RuntimeError(f"random {DRAWN}")
         if any(storage_of(value) in changing for value in sources.values()):
             return None
         taken.update(sources)

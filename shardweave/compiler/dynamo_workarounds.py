@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import datetime
 import logging
 import os
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +26,15 @@ from torch.distributions import kl
 from torch.nn.modules import transformer
 
 from shardweave.compiler.branches import branches_selected, raises_as_asserts
+from shardweave.compiler.constants import DRAWN
 from shardweave.compiler.traceable_forms import Patch, together, traceable_forms
 from shardweave.ir import with_objects_opened
 
+DRAW_WAY_OUT = (
+    "Draw with torch (torch.rand, torch.randn; torch.where in the place of a branch), or pass what you have drawn to "
+    "the call, as a tensor."
+)
+CLOCK_WAY_OUT = "Take the time before and after the call, outside of the forward."
 HINTS = {
     "layerdrop": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
     "skip_the_layer": "Which layers run is drawn anew in each step: set layerdrop to 0 in the model's config.",
@@ -41,10 +49,11 @@ HINTS = {
     "unique(": "Count by counts = torch.bincount(x, minlength=n), where n is the number of experts, say, and loop over "
     "counts.nonzero().flatten().tolist().",
     "bincount(": "Give bincount a minlength, such as the number of experts: its result has so many numbers then.",
-    "np.random.": "Draw with torch (torch.rand, torch.randn), or pass what you have drawn to the call.",
+    "np.random.": DRAW_WAY_OUT,
     "print(": "Take the print out (what a logger or warnings.warn says is left out by itself).",
 }
 """The way out for a source line that stops a capture, by a word in that line."""
+CLOCK = "is another time in each call, and a step would repeat one time"
 USED_GRADIENT = "the forward uses the grad of a parameter or an input, which a captured step does not know"
 
 
@@ -71,6 +80,7 @@ def traceable(model: nn.Module) -> Patch:
         _gradients_unread(),
         _data_written_in_place(),
         _numpy_numbers(),
+        _draws_and_clocks(),
         # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
         mock.patch.object(nn.modules.module, "Buffer", type("_NoBuffer", (), {})),
     )
@@ -295,6 +305,62 @@ def _numpy_numbers() -> Patch:
         return call(self, tx, args, kwargs)
 
     return together(mock.patch.object(builder, "_wrap", wrapped), mock.patch.object(function, "call_function", called))
+
+
+def _draws_and_clocks() -> Patch:
+    """Refuse calls of Python's and numpy's generators of random numbers, and of clocks, in words of our own.
+
+    Dynamo traces some draws of Python's generators, and makes constants of them: their nodes are marked as `drawn`, as
+    only those that are used matter. A generator that the forward itself makes from a seed draws the same in each call.
+    """
+    variables: Any = torch._dynamo.variables
+    translator: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+    call, call_method = translator.call_function, variables.RandomVariable.call_method
+    draw = variables.user_defined.call_random_fn
+
+    def called(self: Any, fn: Any, args: Any, kwargs: Any) -> Any:
+        fn = fn.realize()
+        if isinstance(fn, variables.RandomClassVariable) and not (args or kwargs):
+            raise RuntimeError(f"random.Random() {DRAWN}")
+        if not isinstance(fn, variables.NumpyVariable):  # which draws as torch does
+            is_traced = isinstance(fn, variables.UserDefinedObjectVariable) and fn.is_supported_random()
+            known = vars(fn)
+            function = None if is_traced else known.get("value")
+            _refuse_changing(getattr(function, "__self__", None), getattr(function, "__name__", ""), function)
+            if "obj" in known:  # a method
+                name = known.get("name") or getattr(known.get("descriptor"), "__name__", "")
+                _refuse_changing(vars(fn.obj.realize()).get("value"), name)
+        return call(self, fn, args, kwargs)
+
+    def drawn(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        return marked(draw(tx, function, args, kwargs), function.__name__)
+
+    def method_called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        found = call_method(self, tx, name, args, kwargs)
+        return found if self.source is None else marked(found, name)
+
+    def marked(found: Any, name: str) -> Any:
+        if getattr(found, "proxy", None) is not None:
+            found.proxy.node.meta["drawn"] = f"random.{name}"
+        return found
+
+    return together(
+        mock.patch.object(translator, "call_function", called),
+        mock.patch.object(variables.user_defined, "call_random_fn", drawn),
+        mock.patch.object(variables.RandomVariable, "call_method", method_called),
+    )
+
+
+def _refuse_changing(owner: Any, name: str, function: Any = None) -> None:
+    """Raise RuntimeError for a function that gives another value in each call: the method `name` of its owner."""
+    if getattr(function, "__module__", None) == "time":
+        raise RuntimeError(f"time.{name} {CLOCK}")
+    if isinstance(owner, type) and issubclass(owner, datetime.date) and name in ("now", "today", "utcnow"):
+        raise RuntimeError(f"{owner.__name__}.{name} {CLOCK}")
+    if isinstance(owner, random.Random):
+        raise RuntimeError(f"random.{name} {DRAWN}")
+    if isinstance(owner, np.random.Generator | np.random.RandomState):
+        raise RuntimeError(f"numpy.random.{name} {DRAWN}")
 
 
 def objects_as_arguments() -> Patch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import sys
 import types
@@ -25,9 +26,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardweave.compiler.capture_errors import INSTALLED, capture_error
-from shardweave.compiler.constants import storage_of
-from shardweave.compiler.dynamo_workarounds import HINTS
+from shardweave.compiler.capture_errors import INSTALLED, capture_error, module_and_line
+from shardweave.compiler.constants import DRAWN, storage_of
+from shardweave.compiler.dynamo_workarounds import DRAW_WAY_OUT, HINTS
 from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads
 from shardweave.ops import IndexChecks, IndexRange
 from shardweave.sharding import argument, describe, info, shape
@@ -86,6 +87,10 @@ class Effects:
     """The expressions of iterators, such as of a counter, from which values are taken."""
     hooks: list[tuple[str, str]] = field(default_factory=list)
     """The expressions of parameters and inputs that hooks are registered on, with the methods that register them."""
+    draws: list[fx.Node] = field(default_factory=list)
+    """The nodes of the graph that use a number which Python's random numbers drew, and which would be a constant."""
+    environment: set[str | None] = field(default_factory=set)
+    """The names of environment variables that are read; None if the forward lists all of them."""
     storages: set[int] = field(default_factory=set)
     """The storages of parameters, buffers and inputs that are written in place."""
     grad_modes: set[bool] = field(default_factory=set)
@@ -100,6 +105,7 @@ def recorded_effects() -> Iterator[Effects]:
     reads it too, but computes the same in both modes.
     """
     from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
     from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
     from torch._dynamo.variables.iter import IteratorVariable
 
@@ -114,6 +120,7 @@ def recorded_effects() -> Iterator[Effects]:
         effects.advanced.clear()
         hooks = graph.side_effects.tensor_hooks.values()
         effects.hooks[:] = [(tensor.source.name, method) for tensor, _, _, method in hooks]
+        effects.draws[:] = [user for node in graph.placeholders if "drawn" in node.meta for user in node.users]
         given = [node for node in graph.placeholders if isinstance(node.meta.get("example_value"), Tensor)]
         written = [node.meta["grapharg"].example for node in given if node.meta["example_value"]._version]
         effects.storages.update(map(storage_of, written))
@@ -135,6 +142,17 @@ def recorded_effects() -> Iterator[Effects]:
         if str(tx.f_globals.get("__name__", "")).split(".")[0] != "torch":
             effects.grad_modes.add(torch.is_grad_enabled())
 
+    translator: Any = InliningInstructionTranslator
+    inlined = translator.build_inline_tracer
+
+    def build_inline_tracer(parent: Any, function: Any, args: Any, *others: Any, **kwargs: Any) -> Any:
+        code = function.get_code()
+        if code is os._Environ.__getitem__.__code__:
+            effects.environment.add(args[1].as_python_constant())
+        elif code in (os._Environ.__iter__.__code__, os._Environ.__len__.__code__):
+            effects.environment.add(None)
+        return inlined(parent, function, args, *others, **kwargs)
+
     def is_grad_enabled(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         note_grad_mode(tx)
         return is_enabled(self, tx, *args, **kwargs)
@@ -146,6 +164,7 @@ def recorded_effects() -> Iterator[Effects]:
 
     with (
         mock.patch.object(OutputGraph, name, noted),
+        mock.patch.object(translator, "build_inline_tracer", staticmethod(build_inline_tracer)),
         mock.patch.dict(handlers, {torch.is_grad_enabled: is_grad_enabled}),
         mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad),
     ):
@@ -382,6 +401,8 @@ def reads_of(
         touched.setdefault(source.name, source)
     for source in buffers:
         expressions.add_numbers(source)
+    for variable in effects.environment:
+        expressions.add_environment(variable)
     if effects.grad_modes:
         expressions.add_grad_mode()
     reads = Reads(list(expressions.reads.values()), expressions.names)
@@ -392,6 +413,9 @@ def reads_of(
             "of a captured step",
             way_out="Register the hook once, outside of the forward. Hooks on what the forward computes are captured.",
         )
+    for node in effects.draws:
+        drawn = next(each.meta["drawn"] for each in node.all_input_nodes if "drawn" in each.meta)
+        raise capture_error(model, f"{drawn} {DRAWN}", *module_and_line(model, node), DRAW_WAY_OUT)
     for name in effects.advanced:
         raise capture_error(
             model,
@@ -540,6 +564,14 @@ class _SourceExpressions:
         self.names["module_torch"] = torch
         self._note("module_torch.is_grad_enabled()", (), "torch.is_grad_enabled()")
 
+    def add_environment(self, variable: str | None) -> None:
+        """Record that the step depends on an environment variable, or on all of them."""
+        self.names["module_os"] = os
+        if variable is None:
+            self._note("tuple(module_os.environ.items())", (), "os.environ")
+        else:
+            self._note(f"module_os.environ.get({variable!r})", (), f"os.environ[{variable!r}]")
+
     def _note(self, expression: str, before: tuple[str, ...], shown: str) -> None:
         self.reads.setdefault(expression, Read((*before, expression), shown))
 
@@ -556,7 +588,8 @@ class _SourceExpressions:
             return not _is_library(sys.modules[self.imports[name]])
         if name.startswith("__") or _is_library(sys.modules.get(self.globals.get("__name__", ""))):
             return False
-        return not any(_is_library(self.value_of(link, None)) for link in chain)
+        values = [self.value_of(link, None) for link in chain]
+        return not any(value is os.environ or _is_library(value) for value in values)  # see `add_environment`
 
     def _expression(self, source: Any) -> tuple[str, tuple[str, ...]]:
         """A source as an expression, with the statements before it that compute common subexpressions."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
+import random
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,6 +118,37 @@ def times(x: Tensor) -> Tensor:
     return x * time.perf_counter()
 
 
+def dates(x: Tensor) -> Tensor:
+    return x * datetime.datetime.now().second
+
+
+def scales(x: Tensor) -> Tensor:
+    return x * random.uniform(0, 1)
+
+
+def slices(x: Tensor) -> Tensor:
+    return x[:, : random.randint(2, 4)]
+
+
+def decides(x: Tensor) -> Tensor:
+    return x if random.random() < 0.5 else x * 2
+
+
+def chooses(x: Tensor) -> Tensor:
+    return x * random.choice((1, 2))
+
+
+def of_its_own(x: Tensor) -> Tensor:
+    return x * GENERATOR.random()
+
+
+def of_numpy(x: Tensor) -> Tensor:
+    return x * float(NUMBERS.normal())
+
+
+GENERATOR, NUMBERS = random.Random(0), numpy.random.default_rng(0)
+
+
 def overwrites(x: Tensor) -> Tensor:
     hidden = x.exp()
     return hidden.mul_(2).sum() * hidden.add_(x).sum()  # exp needs its result in the backward
@@ -125,6 +159,7 @@ def says(x: Tensor) -> Tensor:
 
 
 WAY, STOPS, PRINT = "torch.where", "mend the call or the config", "Take the print out"
+DRAW = "Draw with torch"
 REFUSED = [
     (branches, "a branch depends on the values", "return -x[:1] if", WAY),
     (drops, "runs on a number of elements that depends", "dropout(x[x[:, 0] > 0]", "before some of them are selected"),
@@ -136,7 +171,14 @@ REFUSED = [
     (asserts, "it raises AssertionError", 'assert x.shape[0] == 5, "five', STOPS),
     (tries, "it raises ValueError: 'bad shape (8, 4)'", "raise ValueError", STOPS),
     (reads, "a number depends on the values", "Reading.apply", WAY),
-    (times, "trace the builtin `time.perf_counter.`", "time.perf_counter()", "outside of the forward"),
+    (times, "time.perf_counter is another time in each call", "time.perf_counter()", "outside of the forward"),
+    (dates, "datetime.now is another time in each call", "datetime.now()", "outside of the forward"),
+    (scales, "random.uniform draws another number in each call", "random.uniform(0, 1)", DRAW),
+    (slices, "draws another number in each call", "random.randint(2, 4)]", DRAW),
+    (decides, "random.random draws another number", "random.random() <", DRAW),
+    (chooses, "random.choice draws another number", "random.choice(", DRAW),
+    (of_its_own, "random.random draws another number", "GENERATOR.random()", DRAW),
+    (of_numpy, "numpy.random.normal draws another number", "NUMBERS.normal()", DRAW),
     (says, "builtin operator `print`", "# prints in a backward", PRINT),
 ]
 
@@ -160,9 +202,22 @@ def test_a_refusal_names_the_module_and_the_line(
     assert way_out in text.splitlines()[-1]
 
 
+def test_draws_that_are_the_same_in_each_call_or_not_used_are_captured() -> None:
+    def draws(x: Tensor) -> Tensor:
+        unused = random.uniform(0, 1)
+        if x.shape[0] == 9 and unused < 0.5:  # such as of layers that are left out in training only
+            return x
+        return x * random.Random(3).random()
+
+    torch.manual_seed(0)
+    model, x = Model(draws), torch.randn(8, 4)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), x, progress=False)
+    torch.testing.assert_close(parallel(x), model(x))
+
+
 @pytest.mark.filterwarnings("ignore:Error detected in ExpBackward0")
 def test_what_autograd_refuses_is_the_models_own_error() -> None:
-    with pytest.raises(CaptureError, match=r"modified by an inplace operation(?s:.)*The model itself stops here"):
+    with pytest.raises(CaptureError, match=r"modified by an inplace operation(?s:.)*Its backward fails without"):
         capture(Model(overwrites), torch.randn(8, 4))
 
 

@@ -8,11 +8,13 @@ import enum
 import functools
 import gc
 import itertools
+import os
 import re
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from os import environ
 from typing import Any
 
 import numpy
@@ -272,6 +274,63 @@ def test_a_tensor_that_is_no_buffer_is_followed_when_it_is_written_in_place() ->
     table.fill_(2.0)
     with pytest.warns(UserWarning, match=r"compiled again, as .*config\.value is 'torch\.float32 \(8,\) \w+' and was"):
         torch.testing.assert_close(parallel(BATCH), model(BATCH))
+
+
+def as_item(x: Tensor) -> Tensor:
+    return x * float(os.environ["GAIN"])
+
+
+def as_method(x: Tensor) -> Tensor:
+    return x * float(os.environ.get("GAIN", "3"))
+
+
+def as_function(x: Tensor) -> Tensor:
+    return x * float(os.getenv("GAIN", "3"))
+
+
+def as_test(x: Tensor) -> Tensor:
+    return x * (2 if "GAIN" in environ else 3)
+
+
+def as_list(x: Tensor) -> Tensor:
+    return x * sum(1 for name in os.environ if name.startswith("GAIN"))
+
+
+@pytest.mark.parametrize("use", [as_item, as_method, as_function, as_test, as_list])
+@pytest.mark.filterwarnings("ignore:the model is compiled again")
+def test_an_environment_variable_is_followed(
+    use: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GAIN", "1")
+    model = Reading(None, lambda x, _: use(x))
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    for value in ("1", "2", None, "1"):
+        if value is not None:
+            monkeypatch.setenv("GAIN", value)
+        elif use is as_item:
+            continue
+        else:
+            monkeypatch.delenv("GAIN")
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
+    if use is not as_list:  # which other variables may change
+        assert len(parallel._steps) == (2 if use is as_item else 3)
+
+
+def environment_differs() -> str:
+    os.environ["GAIN"] = "1"
+    model = Reading(None, lambda x, _: as_method(x))
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(2), BATCH, progress=False)
+    os.environ["GAIN"] = "2"
+    torch.testing.assert_close(parallel(BATCH), model(BATCH))
+    os.environ["GAIN"] = str(dist.get_rank())
+    with pytest.raises(InputError) as caught:
+        parallel(BATCH)
+    return str(caught.value)
+
+
+def test_an_environment_variable_that_differs_between_ranks_is_refused(pool: WorkerPool) -> None:
+    for told in pool.run(environment_differs, nprocs=2):
+        assert "rank 0 with x (4, 8) in training mode and os.environ['GAIN'] = '0'" in told
 
 
 class Tempered(nn.Module):
