@@ -61,6 +61,7 @@ from shardweave.runtime.module_tree import (
     UnsetTensors,
     copy_module_tree,
     copy_without_values,
+    gather_buffers,
     layouts_in_steps,
     meta_tensor_names,
     shard_state_dict,
@@ -394,7 +395,10 @@ class ParallelModule(nn.Module):
 
     def _add_step(self, compiled: CompiledStep, model: nn.Module, trains: bool, told: str) -> BoundStep:
         """Bind a step for other calls. Collective."""
-        spec, layouts = compiled.step.spec, layouts_in_steps(self)
+        spec = compiled.step.spec
+        known = {each.name for step in self._steps for each in (*step.spec.parameters, *step.spec.buffers)}
+        gather_buffers(self, [each for each in spec.buffers if each.name not in known])
+        layouts = layouts_in_steps(self)
         for each in (*spec.parameters, *spec.buffers):
             layout = layouts[each.name]
             if layout != each.layout:

@@ -383,6 +383,20 @@ def layouts_in_steps(module: nn.Module) -> dict[str, Layout]:
 
 
 @torch.no_grad()
+def gather_buffers(root: nn.Module, specs: Iterable[ParameterSpec]) -> None:
+    """Make the buffers of `specs` that are sharded whole tensors, where a step has them whole. Collective.
+
+    Users may register tensors that they compute from sharded parameters, as `torch.nn.utils.prune` registers masks.
+    """
+    for spec in specs:
+        path, _, leaf = spec.name.rpartition(".")
+        buffers = submodule(root, path)._buffers
+        tensor = buffers.get(leaf)
+        if isinstance(tensor, ParallelTensor) and spec.layout == Layout.replicated(tensor.shape):
+            buffers[leaf] = tensor.full_tensor()
+
+
+@torch.no_grad()
 def share_buffers(root: nn.Module, specs: Iterable[ParameterSpec], mesh: RuntimeMesh) -> None:
     """Give the plain tensors of `specs` rank 0's values, as users may have registered some. Collective."""
     if mesh.device_mesh is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
@@ -248,20 +249,26 @@ def test_torch_compile_leaves_it_as_it_is(pool: WorkerPool) -> None:
     pool.run(compiled_by_torch, nprocs=3, timeout=120)
 
 
-def test_weights_are_pruned_after_compiling_as_on_one_device() -> None:
-    """Pruning keeps the weight that it computes, which needs a gradient, as an attribute of the module."""
+class MeanSquare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def prunes(force: Any) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    world = dist.get_world_size() if dist.is_initialized() else 1
     losses = []
     for compiles in (False, True):
         torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-        module = sw.compile_parallel(model, sw.Cluster.local(1), (x,)) if compiles else model
-        module(x).sum().backward()
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), MeanSquare())
+        options = sw.Options(force=force)
+        module = sw.compile_parallel(model, sw.Cluster.local(world), (x,), options=options) if compiles else model
+        module(x).backward()
         module.zero_grad()
         prune.l1_unstructured(module[0], "weight", 0.3)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for step in range(3):
-            loss = module(x).square().mean()
+            loss = module(x)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -269,3 +276,14 @@ def test_weights_are_pruned_after_compiling_as_on_one_device() -> None:
             if step == 1:
                 prune.remove(module[0], "weight")
     torch.testing.assert_close(losses[3:], losses[:3])
+
+
+def test_weights_are_pruned_after_compiling_as_on_one_device() -> None:
+    """Pruning keeps the weight that it computes, which needs a gradient, as an attribute of the module."""
+    prunes({})
+
+
+@pytest.mark.parametrize("force", [{"*": "zdp"}, {"0": "column", "2": "row"}], ids=str)
+def test_sharded_weights_are_pruned_after_compiling(force: Any, pool: WorkerPool) -> None:
+    """The masks are buffers that are made from sharded weights."""
+    pool.run(prunes, force, nprocs=2, timeout=120)
