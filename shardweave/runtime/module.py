@@ -321,6 +321,7 @@ class ParallelModule(nn.Module):
         is_part = None if caught is not None else self._passes_known_part(args, kwargs, call)
         try:
             if caught is None:
+                refuse_transforms(lambda: tree_leaves((args, kwargs)))
                 parts = self.data_world_size if is_part or (is_part is None and self._passes_parts) else 1
                 call += f" (one of {parts} parts)" if parts > 1 else ""
                 alike = [step for step in self._steps if step.structure == modes[STRUCTURE]]

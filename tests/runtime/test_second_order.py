@@ -158,6 +158,14 @@ def dual_input(parallel: Any) -> object:
         return parallel(forward_ad.make_dual(BATCH, BATCH))
 
 
+def func_grad_of_another_step(parallel: Any) -> object:
+    return torch.func.grad(parallel)(BATCH)  # compiled for an input without a gradient
+
+
+def vmap_of_another_size(parallel: Any) -> object:
+    return torch.func.vmap(parallel)(BATCH[None, :2])
+
+
 def dual_parameter(parallel: Any) -> object:
     with forward_ad.dual_level():
         values = [forward_ad.make_dual(p.detach(), torch.ones_like(p)) for p in parallel.parameters()]
@@ -173,6 +181,8 @@ WAYS: list[tuple[Callable[[Any], object], str]] = [
     (func_grad, "torch.func"),
     (func_jvp, "torch.func"),
     (vmap, "torch.func"),
+    (func_grad_of_another_step, "torch.func"),
+    (vmap_of_another_size, "torch.func"),
     (dual_input, "forward_ad"),
     (dual_parameter, "forward_ad"),
 ]
