@@ -67,6 +67,9 @@ from shardweave.ir import (
 )
 from shardweave.runtime import copy_with_tensors, wants_gradient
 
+_MANY_CALLS = 64
+"""After so many calls, containers that calls append to are looked at again, as a forward may ask for their length."""
+
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
@@ -246,13 +249,14 @@ def _joint_graph(
                 # A number of a buffer that the forward writes is no constant: another trace leaves it open.
                 changing.update(storage_of(fixed.pop(key)) for key in written)
                 module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
-        reads, changes = reads_of(module, model, effects, fixed)
-        if changes:
-            with after_a_call(changes), recorded_effects() as later:
+        reads, changes, containers = reads_of(module, model, effects, fixed)
+        for calls in (1, _MANY_CALLS) if containers else (1,) if changes else ():
+            with after_a_call([*changes, *containers], calls), recorded_effects() as later:
                 again = dynamo_graph_capture_for_export(model)(*args, **kwargs)
-                still = reads_of(again, model, later, fixed)[1]
-            if still or again.code != module.code:
-                raise changes[0].error
+                still = bool(changes) and calls == 1 and reads_of(again, model, later, fixed)[1]
+            if still or _program(again) != _program(module):
+                raise (changes[0] if changes else containers[0]).error
+        if changes:
             reads = reads.without({change.shown for change in changes})  # a call of the model itself sets them
         _name_once(module)
         fold_constant_masks(module.graph)
@@ -267,6 +271,11 @@ def _joint_graph(
         if traced:
             save_graph(traced[0], joint.graph_module)
     return joint.graph_module, joint.out_spec, reads
+
+
+def _program(module: fx.GraphModule) -> list[str | None]:
+    """What a graph computes, without inputs that nothing uses."""
+    return [node.format_node() for node in module.graph.nodes if node.users or node.op != "placeholder"]
 
 
 def backward_hooks_as_tensor_hooks(model: nn.Module) -> None:

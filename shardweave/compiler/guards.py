@@ -9,13 +9,14 @@ error. Otherwise a rank that computes other rows would not see an index that is 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import re
 import sys
 import types
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -65,6 +66,23 @@ class _Write:
 
 
 @dataclass(frozen=True)
+class _Content:
+    """What is in a container after a call: what is at a source now, a constant, or a tensor like an example."""
+
+    source: Any = None
+    value: Any = None
+    example: Tensor | None = None
+
+    def current(self, expressions: _SourceExpressions, model: nn.Module) -> Any:
+        """A value that stands for it; the numbers of a tensor are zeros."""
+        if self.source is not None:
+            return expressions.value_of(self.source, model)
+        if self.example is not None:
+            return torch.zeros([int(size) for size in self.example.shape], dtype=self.example.dtype)
+        return self.value
+
+
+@dataclass(frozen=True)
 class Change:
     """A constant that a forward reads and writes, its value after a call, and the error to raise for it."""
 
@@ -77,12 +95,36 @@ class Change:
 
 
 @dataclass(frozen=True)
+class ContainerChange:
+    """A container that a forward changes in place, its contents after a call, and the error if the forward reads it.
+
+    Dynamo guards the length of each container that is changed, so that guards do not tell whether it is read.
+    """
+
+    container: Any
+    contents: Any
+    error: CaptureError
+
+    def put(self, calls: int) -> None:
+        """Fill the container as after so many calls. Those after the first append what the first one did."""
+        found = self.contents
+        if not isinstance(found, dict | set):
+            found = [*found, *found[len(self.container) :] * (calls - 1)]
+        _refill(self.container, found)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    container.extend(contents) if hasattr(container, "extend") else container.update(contents)
+
+
+@dataclass(frozen=True)
 class Effects:
     """The side effects of a forward."""
 
     written: list[_Write] = field(default_factory=list)
-    lengths: list[tuple[Any, int]] = field(default_factory=list)
-    """Dynamo's sources of containers that are changed in place, with their lengths after a call."""
+    contents: list[tuple[Any, list[tuple[Any, _Content | None]]]] = field(default_factory=list)
+    """Dynamo's sources of containers that are changed in place, with the keys and values after a call."""
     advanced: list[str] = field(default_factory=list)
     """The expressions of iterators, such as of a counter, from which values are taken."""
     hooks: list[tuple[str, str]] = field(default_factory=list)
@@ -116,7 +158,7 @@ def recorded_effects() -> Iterator[Effects]:
     @functools.wraps(inner)
     def noted(graph: Any, *args: Any, **kwargs: Any) -> Any:
         effects.written.clear()  # Dynamo may have restarted
-        effects.lengths.clear()
+        effects.contents.clear()
         effects.advanced.clear()
         hooks = graph.side_effects.tensor_hooks.values()
         effects.hooks[:] = [(tensor.source.name, method) for tensor, _, _, method in hooks]
@@ -189,7 +231,7 @@ def _attribute_write(owner: Any, name: str, value: Any) -> _Write:
 
 def _note_items(effects: Effects, container: Any, tensors: Mapping[str, Any]) -> None:
     """Record the items of a container that is changed in place; `tensors` are the graph's inputs by source."""
-    items, source = getattr(container, "items", None), container.source.name
+    items, source = getattr(getattr(container, "_base_vt", None) or container, "items", None), container.source.name
     if isinstance(items, dict):
         named: list[tuple[Any, Any]] = [(getattr(key, "vt", key), value) for key, value in items.items()]
         pairs = [(key.as_python_constant(), value) for key, value in named if key.is_python_constant()]
@@ -197,11 +239,24 @@ def _note_items(effects: Effects, container: Any, tensors: Mapping[str, Any]) ->
         pairs = list(enumerate(items))
     else:
         return
+    effects.contents.append((container.source, [(key, _content_of(value)) for key, value in pairs]))
     for key, value in pairs:
         place = f"{source}[{key!r}]"
         if not _is_unchanged(value, place, tensors):
             effects.written.append(_write_of(place, (re.escape(place),), value, container.source, key, False))
-    effects.lengths.append((container.source, len(items)))
+
+
+def _content_of(value: Any) -> _Content | None:
+    """What a variable of Dynamo has; None for others, such as a table that is computed once."""
+    if getattr(value, "source", None) is not None:
+        return _Content(source=value.source)
+    if value.is_python_constant():
+        return _Content(value=value.as_python_constant())
+    node = getattr(getattr(value, "proxy", None), "node", None)
+    if node is None or not _depends(node):
+        return None
+    example = node.meta.get("example_value")
+    return _Content(example=example) if isinstance(example, Tensor) else None
 
 
 def _is_unchanged(value: Any, place: str, tensors: Mapping[str, Any]) -> bool:
@@ -237,11 +292,14 @@ def _depends(node: fx.Node) -> bool:
 
 
 @contextlib.contextmanager
-def after_a_call(changes: Sequence[Change]) -> Iterator[None]:
-    """While this runs, the constants that a forward changes have their values after a call."""
+def after_a_call(changes: Sequence[Change | ContainerChange], calls: int = 1) -> Iterator[None]:
+    """While this runs, what a forward changes is as after a call; containers are as after so many `calls`."""
     with contextlib.ExitStack() as stack:
         for change in changes:
-            if change.is_attribute:
+            if isinstance(change, ContainerChange):
+                stack.callback(_refill, change.container, copy.copy(change.container))
+                change.put(calls)
+            elif change.is_attribute:
                 is_new = not hasattr(change.owner, change.key)
                 stack.enter_context(mock.patch.object(change.owner, change.key, change.value, create=is_new))
             else:
@@ -367,7 +425,7 @@ def _digest(tensor: Tensor) -> str:
 
 def reads_of(
     module: Any, model: nn.Module, effects: Effects, buffers: Mapping[Any, Tensor]
-) -> tuple[Reads, list[Change]]:
+) -> tuple[Reads, list[Change], list[ContainerChange]]:
     """The Python values that the capture of `module` read of `model` and its globals, and those that a call changes.
 
     A forward that changes a value which it reads, such as a default that its first call sets, may do the same in all
@@ -381,6 +439,7 @@ def reads_of(
     """
     # 1. Turn Dynamo's guards into expressions.
     from torch._dynamo.convert_frame import get_traced_fn
+    from torch._dynamo.source import AttrSource
 
     graph = module._dynamo_bytecode_flatten.out.graph_capture_output.output_graph
     function, _ = get_traced_fn(model)
@@ -391,6 +450,9 @@ def reads_of(
     touched: dict[str, Any] = {}
     for guard in graph.guards:
         source = guard.originating_source
+        if guard.create_fn_name() == "HASATTR":
+            given = getattr(guard.create_fn, "keywords", {}).get("attr") or getattr(guard.create_fn, "args", ("",))[0]
+            touched.setdefault(f"{source.name}.{given}", AttrSource(source, given))
         expressions.add(source, guard)
         if guard.create_fn_name() == "TENSOR_MATCH" and expressions.is_of_user(list(_chain(source))):
             is_array = type(source).__name__ == "NumpyTensorSource"
@@ -425,11 +487,12 @@ def reads_of(
             "call.",
         )
     # 2. Compare the writes with them. A write that nothing reads is lost, with a warning.
-    lost = []
-    for source, length in effects.lengths:
+    lost, containers = [], list[ContainerChange]()
+    for source, pairs in effects.contents:
         container = expressions.value_of(source, model)
-        if not isinstance(container, Sized) or len(container) != length:
+        if not isinstance(container, Sized) or len(container) != len(pairs):
             lost.append(source.name)
+        containers += _changed_container(model, expressions, source, container, pairs)
     changes: list[Change] = []
     for written in effects.written:
         read = [name for name in touched if any(re.fullmatch(pattern, name) for pattern in written.read_as)]
@@ -445,7 +508,31 @@ def reads_of(
             "in a buffer",
             stacklevel=2,
         )
-    return reads, changes
+    return reads, changes, containers
+
+
+def _changed_container(
+    model: nn.Module,
+    expressions: _SourceExpressions,
+    source: Any,
+    container: Any,
+    pairs: Sequence[tuple[Any, _Content | None]],
+) -> list[ContainerChange]:
+    """The change of a container; empty if its contents after a call are not known."""
+    if not isinstance(container, list | deque | dict | set):
+        return []
+    if not isinstance(container, set) and any(content is None for _, content in pairs):
+        return []
+    values = [key if content is None else content.current(expressions, model) for key, content in pairs]
+    contents: Any = dict(zip((key for key, _ in pairs), values)) if isinstance(container, dict) else values
+    shown = expressions.shown(source.name)
+    error = capture_error(
+        model,
+        f"its forward changes {shown}, and what it computes depends on {shown}: a captured step does not change it",
+        way_out=f"Keep what is needed of {shown} in a buffer (register_buffer with a tensor, written in place), or "
+        "pass it to the call as a tensor.",
+    )
+    return [ContainerChange(container, set(contents) if isinstance(container, set) else contents, error)]
 
 
 def _changed(model: nn.Module, expressions: _SourceExpressions, written: _Write, source: Any) -> list[Change]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import enum
@@ -553,6 +554,122 @@ CALLS = 0
 def test_state_that_a_forward_counts_in_python_is_refused(kind: type[nn.Module], name: str) -> None:
     with pytest.raises(CaptureError, match=rf"reads {name} and changes it(.|\n)*register_buffer"):
         sw.compile_parallel(kind(), sw.Cluster.local(1), BATCH)
+
+
+def default(model: Any, x: Tensor) -> Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    return x * model.calls
+
+
+def first(model: Any, x: Tensor) -> Tensor:
+    if not hasattr(model, "calls"):
+        model.calls = 0
+    model.calls += 1
+    return x * model.calls
+
+
+def on_a_parameter(model: Any, x: Tensor) -> Tensor:
+    model.linear.weight.calls = getattr(model.linear.weight, "calls", 0) + 1
+    return x * model.linear.weight.calls
+
+
+@pytest.mark.parametrize("use", [default, first, on_a_parameter])
+def test_state_in_attributes_that_are_not_set_at_first_is_refused(use: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"reads model\.(linear\.weight\.)?calls and changes it"):
+        sw.compile_parallel(Containing(use, []), sw.Cluster.local(1), BATCH)
+
+
+class Containing(nn.Module):
+    def __init__(self, use: Callable[[Any, Tensor], Tensor], kept: Any) -> None:
+        super().__init__()
+        self.linear, self.use, self.kept = nn.Linear(8, 8), use, kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, self.linear(x)).mean()
+
+
+def appends(model: Any, x: Tensor) -> Tensor:
+    model.kept.append(1)
+    return x * len(model.kept)
+
+
+def appends_later(model: Any, x: Tensor) -> Tensor:
+    model.kept.append(1)
+    return x * (2 if len(model.kept) > 20 else 1)
+
+
+def averages(model: Any, x: Tensor) -> Tensor:
+    model.kept.append(x.detach().mean())
+    return x * torch.stack(list(model.kept)).mean()
+
+
+def pops(model: Any, x: Tensor) -> Tensor:
+    return x * model.kept.pop()
+
+
+def adds(model: Any, x: Tensor) -> Tensor:
+    model.kept.add(len(model.kept))
+    return x * len(model.kept)
+
+
+def numbers(model: Any, x: Tensor) -> Tensor:
+    model.kept[len(model.kept)] = 1
+    return x * len(model.kept)
+
+
+def counts(model: Any, x: Tensor) -> Tensor:
+    model.kept["a"] += 1
+    return x * model.kept["a"]
+
+
+CONTAINERS: list[tuple[Callable[[Any, Tensor], Tensor], Any]] = [
+    (appends, []), (appends_later, []), (averages, collections.deque(maxlen=3)), (pops, [1.0, 2.0, 3.0]), (adds, set()),
+    (numbers, {}), (counts, collections.Counter()), (counts, collections.defaultdict(int)),
+    (counts, collections.OrderedDict(a=1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("use", "kept"), CONTAINERS)
+@pytest.mark.filterwarnings("ignore:the forward of Containing writes")
+def test_containers_that_a_forward_changes_and_reads_are_refused(
+    use: Callable[[Any, Tensor], Tensor], kept: Any
+) -> None:
+    model = Containing(use, copy.copy(kept))
+    told = r"(reads model\.kept\['a'\] and changes it|changes model\.kept, and what it computes depends)(?s:.)* buffer"
+    with pytest.raises(CaptureError, match=told):
+        sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+    assert model.kept == kept
+
+
+def remembers(model: Any, x: Tensor) -> Tensor:
+    size = x.shape[-1]
+    if size not in model.kept:
+        model.kept[size] = torch.arange(float(size)).cos()
+    return x * model.kept[size]
+
+
+def sets(model: Any, x: Tensor) -> Tensor:
+    if "scale" not in model.kept:
+        model.kept["scale"] = 2.0
+    return x * model.kept["scale"]
+
+
+def has_a_window(model: Any, x: Tensor) -> Tensor:
+    model.kept.append(x.detach().mean())
+    if len(model.kept) > 10:
+        model.kept.pop(0)
+    return x * 2
+
+
+@pytest.mark.parametrize(("use", "kept"), [(remembers, {}), (sets, {}), (has_a_window, [])])
+def test_containers_whose_changes_make_no_difference_are_only_named(
+    use: Callable[[Any, Tensor], Tensor], kept: Any
+) -> None:
+    model = Containing(use, kept)
+    with pytest.warns(UserWarning, match=r"writes model\.kept"):
+        parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    for _ in range(2):
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
 
 
 class Buffered(nn.Module):
