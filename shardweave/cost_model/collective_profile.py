@@ -67,7 +67,7 @@ class ProfileEffort:
     seconds : float
         The time that it may take.
     every_nth_size : int
-        1 for sizes by factors of 4, 2 for factors of 16.
+        1 for sizes by factors of 4, 2 for factors of 16 (of 4 where that would take too long).
     across_levels : bool
         Measures groups of every placement. Without, one for each level, of all its units: the figures of the levels are
         fitted to these, and say what others take.
