@@ -518,8 +518,12 @@ def _changed_container(
     container: Any,
     pairs: Sequence[tuple[Any, _Content | None]],
 ) -> list[ContainerChange]:
-    """The change of a container; empty if its contents after a call are not known."""
-    if not isinstance(container, list | deque | dict | set):
+    """The change of a container; empty if its contents after a call are not known.
+
+    Buffers that a forward assigns are inputs and outputs of the step, not values that it reads from a module's tables.
+    """
+    tables = [table for part in model.modules() for table in (part._buffers, part._parameters, part._modules)]
+    if not isinstance(container, list | deque | dict | set) or any(container is table for table in tables):
         return []
     if not isinstance(container, set) and any(content is None for _, content in pairs):
         return []
