@@ -17,10 +17,10 @@ QUICK = 0.25
 """Seconds up to which a test is not recorded."""
 UNRECORDED = 0.03
 """Seconds that a test is taken to need that has no record: about what the quick ones need on average."""
-SHORT_SECONDS = 450.0
-"""Of all tests of the short suite together: with ruff and mypy less than ten minutes on two cores. What several tests
-share is recorded for the first of them, so that fewer tests take longer than their records say."""
-LONGEST_CASE = 6.0
+SHORT_SECONDS = 600.0
+"""Of all tests of the short suite together, but for the quickest case of each: with ruff and mypy less than ten minutes
+on two cores."""
+LONGEST_CASE = 4.0
 """Seconds from which on not even one case of a test is in the short suite."""
 
 
