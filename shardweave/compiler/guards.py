@@ -522,8 +522,10 @@ def _changed_container(
 
     Buffers that a forward assigns are inputs and outputs of the step, not values that it reads from a module's tables.
     """
-    tables = [table for part in model.modules() for table in (part._buffers, part._parameters, part._modules)]
-    if not isinstance(container, list | deque | dict | set) or any(container is table for table in tables):
+    if not isinstance(container, list | deque | dict | set):
+        return []
+    tables = (table for part in model.modules() for table in (part._buffers, part._parameters, part._modules))
+    if any(container is table for table in tables):
         return []
     if not isinstance(container, set) and any(content is None for _, content in pairs):
         return []

@@ -195,14 +195,14 @@ def price_op(
     for index, strategy in enumerate(strategies):
         if strategy.slices > 1:
             by_strategy[:2, 0, index] += _in_slices(op, strategy, ports[port_of[index]], prices, sub_batches)
+    in_slices = [Gathering(strategy.slices, kept) for strategy, kept in zip(strategies, kept_slices, strict=True)]
     if ends.behind_all:
-        by_strategy += _without_links(by_strategy[:2, 0], independent[port_of], strategies, kept_slices, windows)
+        by_strategy += _without_links(by_strategy[:2, 0], independent[port_of], strategies, in_slices, windows)
     # 2. What its parameters move and hold: its own, and its companions, which every device uses whole and gathers as
     #    one.
     used = {port: op.compute_layout(strategy, mesh) for port, strategy in zip(port_of, strategies)}
     batches = [_batch_axes(op, assignments) for assignments in ports]
     stages, over = [strategy.axes(mesh).stages for strategy in strategies], [batches[port] for port in port_of]
-    in_slices = [Gathering(strategy.slices, kept) for strategy, kept in zip(strategies, kept_slices, strict=True)]
     as_one = [Gathering(1, each.kept) for each in in_slices]
     companions = Counter(zip(parameters.shapes[1:], parameters.are_read_again[1:], strict=True))
     parts = [([used[port] for port in port_of], in_slices, parameters.are_read_again[0], 1)]
@@ -232,7 +232,7 @@ def _without_links(
     computed: Floats,
     independent: Floats,
     strategies: Sequence[Strategy],
-    kept_slices: Sequence[int],
+    gathering: Sequence[Gathering],
     windows: Windows,
 ) -> Costs:
     """What the op behind all others computes while the links are idle, at each strategy.
@@ -240,9 +240,8 @@ def _without_links(
     The forward's gathers have ended before it, or before its last slice. In the backward one of its two products comes
     before all reductions, the shorter one at least, but not before the gathers where parameters are gathered again.
     """
-    slices = np.array([strategy.slices for strategy in strategies])
-    pairs = zip(strategies, kept_slices, strict=True)
-    gathers_once = np.array([strategy.rest == 1 or kept == strategy.slices for strategy, kept in pairs])
+    slices = np.array([each.slices for each in gathering])
+    gathers_once = np.array([own.rest == 1 or not each.again for own, each in zip(strategies, gathering, strict=True)])
     shorter = np.minimum(independent, computed[1] - independent)
     return windows.without_links(computed[0] / slices, gathers_once * shorter / slices)
 
