@@ -80,6 +80,7 @@ def traceable(model: nn.Module) -> Patch:
         _gradients_unread(),
         _data_written_in_place(),
         _numpy_numbers(),
+        _attention_kernels(),
         _draws_and_clocks(),
         # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
         mock.patch.object(nn.modules.module, "Buffer", type("_NoBuffer", (), {})),
@@ -305,6 +306,26 @@ def _numpy_numbers() -> Patch:
         return call(self, tx, args, kwargs)
 
     return together(mock.patch.object(builder, "_wrap", wrapped), mock.patch.object(function, "call_function", called))
+
+
+def _attention_kernels() -> Patch:
+    """Trace `torch.backends.cuda.sdp_kernel`, which is deprecated, as `torch.nn.attention.sdpa_kernel`."""
+    variables: Any = torch._dynamo.variables
+    function = variables.TorchInGraphFunctionVariable
+    call = function.call_function
+
+    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is not torch.backends.cuda.sdp_kernel:
+            return call(self, tx, args, kwargs)
+        named = {name: each.as_python_constant() for name, each in kwargs.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is deprecated
+            chosen = torch.backends.cuda.sdp_kernel(*(each.as_python_constant() for each in args), **named)
+        with chosen:
+            backends = torch.nn.attention._cur_sdpa_kernel_backends()
+        return variables.ctx_manager.SDPAKernelVariable.create(tx, backends)
+
+    return mock.patch.object(function, "call_function", called)
 
 
 def _draws_and_clocks() -> Patch:

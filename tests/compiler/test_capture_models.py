@@ -298,6 +298,37 @@ def test_a_transformer_is_captured_without_its_look_at_the_mask() -> None:
     assert_computes(capture(model, x), model, (x,), {})
 
 
+class KernelChosen(nn.Linear):
+    """Attention by a chosen kernel, whose context is one of torch's two."""
+
+    def __init__(self, chosen: Callable[[], Any]) -> None:
+        super().__init__(4, 12)
+        self.chosen = chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = super().forward(x).chunk(3, -1)
+        with self.chosen():
+            result: Tensor = nn.functional.scaled_dot_product_attention(query, key, value)
+        return result
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda: torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]),
+        lambda: torch.backends.cuda.sdp_kernel(False, enable_mem_efficient=False),  # deprecated
+    ],
+    ids=["sdpa_kernel", "sdp_kernel"],
+)
+def test_a_chosen_kernel_of_attention_computes_as_on_one_device(chosen: Callable[[], Any]) -> None:
+    model, x = KernelChosen(chosen), torch.randn(2, 1, 3, 4)
+    allowed = torch.nn.attention._cur_sdpa_kernel_backends()
+    captured = capture(model, x)
+    assert torch.nn.attention._cur_sdpa_kernel_backends() == allowed
+    assert not any("flash" in str(node.target) for node in captured.graph.graph.nodes)
+    assert_computes(captured, model, (x,), {})
+
+
 class Checked(nn.Linear):
     """Functions of torch.linalg that raise an error for matrices without an inverse, of a parameter and of a batch."""
 
