@@ -78,8 +78,9 @@ def traceable(model: nn.Module) -> Patch:
         _only_captured_hooks(model),
         _inner_gradients(),
         _gradients_unread(),
-        _data_written_in_place(),
+        _tensor_attributes_set(),
         _numpy_numbers(),
+        _names_of_torch(),
         _attention_kernels(),
         _draws_and_clocks(),
         # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
@@ -202,11 +203,11 @@ def _output_hooks(model: nn.Module) -> Iterator[None]:
     from transformers import PreTrainedModel
 
     before = {module: dict(module._forward_hooks) for module in model.modules()}
-    marked = {module for module in before if hasattr(module, _INSTALLED)}
+    marked = {module for module in before if _INSTALLED in vars(module)}  # `hasattr` may ask a wrapped model
     try:
         with mock.patch.object(library, "_active_collector", _Collector()):
             for module in before:  # an outer model comes first, and installs the hooks of its inner models again
-                installed = any(hasattr(inner, _INSTALLED) for inner in module.modules())
+                installed = any(_INSTALLED in vars(inner) for inner in module.modules())
                 if isinstance(module, PreTrainedModel) and not installed:
                     library.maybe_install_capturing_hooks(module)
             yield
@@ -214,7 +215,7 @@ def _output_hooks(model: nn.Module) -> Iterator[None]:
         for module, hooks in before.items():
             module._forward_hooks.clear()
             module._forward_hooks.update(hooks)
-            if module not in marked and hasattr(module, _INSTALLED):
+            if module not in marked and _INSTALLED in vars(module):
                 delattr(module, _INSTALLED)
 
 
@@ -259,10 +260,11 @@ def _gradients_unread() -> Patch:
     return mock.patch.object(variables.TensorVariable, "method_attr_grad", method_attr_grad)
 
 
-def _data_written_in_place() -> Patch:
-    """Let Dynamo trace ``x.data = value`` as a write into x, where the value has its shape, dtype and device.
+def _tensor_attributes_set() -> Patch:
+    """Let Dynamo trace assignments of ``x.data`` and ``x.requires_grad``.
 
-    AOTAutograd refuses the ``set_`` that Dynamo makes of it.
+    The first is a write into x, where the value has its shape, dtype and device: AOTAutograd refuses the ``set_`` that
+    Dynamo makes of it. The second changes nothing where the forward has computed x, and x is as it is to be.
     """
     variables: Any = torch._dynamo.variables
     kind, place = getattr(variables.builtin, "SetAttrBuiltinVariable", None), "_call_setattr"
@@ -278,6 +280,11 @@ def _data_written_in_place() -> Patch:
             if len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) == 1:
                 into, source = (each.var_getattr(tx, "data") for each in given)
                 return into.call_method(tx, "copy_", [source], {})
+        is_computed = isinstance(owner, variables.TensorVariable) and owner.source is None
+        if is_computed and name.as_python_constant() == "requires_grad" and value.is_python_constant():
+            tensor = owner.as_proxy().node.meta["example_value"]
+            if tensor.requires_grad is value.as_python_constant():
+                return variables.ConstantVariable.create(None)
         return original(self, tx, owner, name, value)
 
     return mock.patch.object(kind, place, call_setattr)
@@ -308,7 +315,24 @@ def _numpy_numbers() -> Patch:
     return together(mock.patch.object(builder, "_wrap", wrapped), mock.patch.object(function, "call_function", called))
 
 
-def _attention_kernels() -> Patch:
+def _names_of_torch() -> Patch:
+    """Let Dynamo trace methods of names of torch's classes, as in ``type(weight).__module__.startswith("torch")``."""
+    variables: Any = torch._dynamo.variables
+    attribute = variables.GetAttrVariable
+    call = attribute.call_method
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if isinstance(self.obj, variables.TorchInGraphFunctionVariable):
+            found = getattr(self.obj.value, self.name, None)
+            if isinstance(found, str):
+                return variables.ConstantVariable.create(found).call_method(tx, name, args, kwargs)
+        return call(self, tx, name, args, kwargs)
+
+    return mock.patch.object(attribute, "call_method", call_method)
+
+
+@contextlib.contextmanager
+def _attention_kernels() -> Iterator[None]:
     """Trace `torch.backends.cuda.sdp_kernel`, which is deprecated, as `torch.nn.attention.sdpa_kernel`."""
     variables: Any = torch._dynamo.variables
     function = variables.TorchInGraphFunctionVariable
@@ -325,7 +349,8 @@ def _attention_kernels() -> Patch:
             backends = torch.nn.attention._cur_sdpa_kernel_backends()
         return variables.ctx_manager.SDPAKernelVariable.create(tx, backends)
 
-    return mock.patch.object(function, "call_function", called)
+    with mock.patch.object(function, "call_function", called):
+        yield
 
 
 def _draws_and_clocks() -> Patch:

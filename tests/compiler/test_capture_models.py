@@ -183,8 +183,39 @@ def sd3() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
+class Wrapped(nn.Module):
+    """Gives attributes of the model that it wraps as its own, as adapters of fine-tuning libraries do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = model
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+    def forward(self, **inputs: Tensor) -> Any:
+        if type(self.scale).__module__.startswith("quantized."):
+            raise TypeError("nothing here is quantized")
+        none = torch.zeros_like(self.scale.detach())
+        none.requires_grad = False
+        result = self.wrapped(**inputs)
+        return result.loss * self.scale + none
+
+
+def wrapped() -> tuple[nn.Module, dict[str, Any]]:
+    config = tf.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    tokens = ids()
+    return Wrapped(tf.LlamaForCausalLM(config)), {"input_ids": tokens, "labels": tokens}
+
+
 MODELS: list[Callable[[], tuple[nn.Module, dict[str, Any]]]] = [
-    *(gpt2, t5, t5_inputs, segformer, nested, wav2vec2, vitmae, llava, dit, sd3)
+    *(gpt2, t5, t5_inputs, segformer, nested, wav2vec2, vitmae, llava, dit, sd3, wrapped)
 ]
 
 
