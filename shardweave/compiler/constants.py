@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -208,8 +209,9 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
     """While this runs, Dynamo takes numbers that are computed from buffers and constants alone as constants.
 
     These are the conditions of branches, what ``.item()`` and ``int()`` return, and tensors in the place of numbers,
-    as in ``pad(x, (padding, 0))``. Where another tensor of one integer is an index, as in ``x[:, t]``, an op selects by
-    it, whose result is a copy, or writes.
+    as in ``pad(x, (padding, 0))``. How many elements a mask selects, or how often elements are repeated, is a constant
+    of the step where these depend on buffers and constants alone: the sizes of such results are known. Where another
+    tensor of one integer is an index, as in ``x[:, t]``, an op selects by it, whose result is a copy, or writes.
 
     Yields Dynamo's sources of the buffers and their values, which become constants of the step. Tensors of the model
     that are neither buffers nor parameters are handled alike. Buffers in one of the storages `changing` are left out:
@@ -221,21 +223,22 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
         A tensor that was indexed by a tensor, or the result, is written in place later: in eager mode that is a view.
     """
     from torch._dynamo import utils
-    from torch._dynamo.variables import ConstantVariable, TensorVariable
+    from torch._dynamo.variables import ConstantVariable, TensorVariable, VariableTracker
     from torch._subclasses.fake_impls import op_implementations_dict
 
     taken: dict[Any, Tensor] = {}
     running: list[fx.Node] = []
     scalar = torch.ops.aten._local_scalar_dense.default
     scalar_of, run, item = op_implementations_dict[scalar], utils.run_node, TensorVariable.method_item
+    tolist = TensorVariable.method_tolist
     indexed: list[tuple[Tensor, int, str]] = []
 
-    def number(node: fx.Node) -> Any:
-        """The number in a node of Dynamo's graph; None if it is no constant."""
+    def constant(node: Any, numbers_of: Callable[[Any], Any]) -> Any:
+        """The `numbers_of` the value of a node of Dynamo's graph; None if it is no constant."""
         sources: dict[Any, Tensor] = {}
         try:
             with _disable_current_modes(), torch.no_grad(), ConstantOps():  # type: ignore[no-untyped-call]
-                found = _value_of_buffers(node, sources, {}).item()
+                found = numbers_of(_value_of_buffers(node, sources, {}))
         except Exception:  # a function that runs apart from its graph may raise anything
             return None
         if any(type(source).__name__ == "RandomValueSource" for source in sources):
@@ -244,6 +247,10 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
             return None
         taken.update(sources)
         return found
+
+    def number(node: fx.Node) -> Any:
+        """The number in a node of Dynamo's graph; None if it is no constant."""
+        return constant(node, lambda value: value.item())
 
     def number_of_fake(mode: Any, op: Any, value: Any) -> Any:
         given = running[-1].all_input_nodes if running else []
@@ -255,9 +262,14 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
         running[-1].args, running[-1].kwargs = fx.node.map_arg(arguments, lambda x: found if x is node else x)
         return found
 
-    def run_noted(tracer: Any, node: fx.Node, *args: Any) -> Any:
+    def run_noted(tracer: Any, node: fx.Node, given: tuple[Any, ...], named: Mapping[str, Any], *others: Any) -> Any:
         running.append(node)
         try:
+            if (form := _of_known_size(node, constant)) is not None:
+                node.op, node.target = "call_function", form.target
+                node.args, node.kwargs = (*node.args, *form.args), {**node.kwargs, **form.kwargs}
+                given, named = (*given, *form.args), {**named, **form.kwargs}
+            args = given, named, *others
             if node.target not in (operator.getitem, operator.setitem) or not has_open_index(node):
                 return run(tracer, node, *args)
             if node.target is operator.setitem:
@@ -288,6 +300,10 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
         found = number(self.proxy.node)
         return item(self, tx, *args, **kwargs) if found is None else ConstantVariable.create(found)
 
+    def list_of(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        found = constant(self.proxy.node, lambda value: value.tolist())
+        return tolist(self, tx, *args, **kwargs) if found is None else VariableTracker.build(tx, found)
+
     def branch(self: Any, instruction: Any, jumps_if: bool, jump: Jump) -> None:
         found = number(self.stack[-1].proxy.node)
         if found is not None:
@@ -298,12 +314,100 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
         mock.patch.dict(op_implementations_dict, {scalar: number_of_fake}),
         mock.patch.object(utils, "run_node", run_noted),
         mock.patch.object(TensorVariable, "method_item", item_of),
+        mock.patch.object(TensorVariable, "method_tolist", list_of),
         branches_traced(branch),
     ):
         yield taken
     for value, version, line in indexed:
         if value._version != version:
             raise RuntimeError(f"{INDEXED}\n{line}")
+
+
+class _Form(NamedTuple):
+    """A function that a node calls instead of its own, and the arguments that it takes behind the node's."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+
+
+def _of_known_size(node: fx.Node, constant: Callable[[Any, Callable[[Any], Any]], Any]) -> _Form | None:
+    """What computes the result of a node of Dynamo's graph in a known size.
+
+    None if its size depends on no values, or on more than ``constant(source, numbers_of)`` knows.
+    """
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.target in (operator.getitem, operator.setitem):
+        index, value = (node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)), node.args[-1]
+        if node.target is operator.setitem and not (isinstance(value, fx.Node) and value.meta["example_value"].dim()):
+            return None  # which is written where the mask is, whatever it selects
+        examples = [each.meta.get("example_value") if isinstance(each, fx.Node) else None for each in index]
+        are_masks = [isinstance(each, Tensor) and each.dtype == torch.bool and each.dim() > 0 for each in examples]
+        counts = [constant(each, _count_nonzero) if is_mask else None for each, is_mask in zip(index, are_masks)]
+        if any(are_masks) and [count is not None for count in counts] == are_masks:
+            target = _selected_by_masks if node.target is operator.getitem else _assign_by_masks
+            return _Form(target, (tuple(counts),))
+    elif name in ("nonzero", "argwhere") or (name == "where" and len(node.args) == 1):
+        if (count := constant(node.args[0], _count_nonzero)) is not None:
+            return _Form(_nonzero, (count,), {"as_tuple": True} if name == "where" else {})
+    elif name == "masked_select" and len(node.args) == 2 and isinstance(node.args[1], fx.Node):
+        shapes = [each.meta["example_value"].shape for each in node.all_input_nodes]
+        shape: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        if (count := constant(node.args[1], lambda mask: _count_nonzero(mask.expand(shape)))) is not None:
+            return _Form(_masked_select, (count,))
+    elif name == "repeat_interleave" and node.kwargs.get("output_size") is None:
+        repeats = node.kwargs.get("repeats", node.args[min(1, len(node.args) - 1)])
+        several = isinstance(repeats, fx.Node) and repeats.meta["example_value"].numel() > 1
+        if several and (count := constant(repeats, lambda value: int(value.sum()))) is not None:
+            return _Form(torch.repeat_interleave, (), {"output_size": count})
+    return None
+
+
+def _count_nonzero(x: Any) -> int:
+    return int(x.count_nonzero())
+
+
+def _nonzero(x: Tensor, count: int, as_tuple: bool = False) -> Any:
+    """``x.nonzero(as_tuple=as_tuple)`` of `count` elements.
+
+    >>> _nonzero(torch.tensor([3, 0, 2]), 2)
+    tensor([[0],
+            [2]])
+    """
+    found = torch.nonzero_static(x, size=count)
+    return found.unbind(1) if as_tuple else found
+
+
+def _selected_by_masks(x: Tensor, index: Any, counts: tuple[int | None, ...]) -> Tensor:
+    """``x[index]``, whose masks select so many elements.
+
+    >>> _selected_by_masks(torch.arange(6).view(2, 3), (slice(1), torch.tensor([True, False, True])), (None, 2))
+    tensor([[0, 2]])
+    """
+    return x[_places(index, counts)]
+
+
+def _assign_by_masks(x: Tensor, index: Any, value: Tensor, counts: tuple[int | None, ...]) -> None:
+    """``x[index] = value``, whose masks select so many elements."""
+    x[_places(index, counts)] = value
+
+
+def _places(index: Any, counts: tuple[int | None, ...]) -> tuple[Any, ...]:
+    """An index, with the places that its masks select instead of these."""
+    places: list[Any] = []
+    for each, count in zip(index if isinstance(index, tuple) else (index,), counts, strict=True):
+        places += [each] if count is None else _nonzero(each, count, as_tuple=True)
+    return tuple(places)
+
+
+def _masked_select(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """``x.masked_select(mask)`` of `count` elements.
+
+    >>> _masked_select(torch.arange(4).view(2, 2), torch.tensor([True, False]), 2)
+    tensor([0, 2])
+    """
+    x, mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
+    return x[_nonzero(mask, count, as_tuple=True)]
 
 
 def _selected(x: Tensor, index: Any) -> Tensor:

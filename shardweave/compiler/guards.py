@@ -43,6 +43,8 @@ _TENSORS = re.compile(r"\._(?:parameters|buffers)\['\w+'\]$")
 _ATTRIBUTE_OF_TENSOR = re.compile(r"\._(?:parameters|buffers)\['\w+'\]\.(\w+)")
 """An attribute of a parameter or buffer."""
 _KEY_GUARDS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
+_MAX_NUMBERS = 64
+"""Of a buffer of more elements each call compares a hash, taken where torch counts a new version, not all of them."""
 _LENGTH_GUARDS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
 
 
@@ -461,8 +463,8 @@ def reads_of(
             if is_array or _is_free(value, registered):
                 expressions.add_numbers(source.base if is_array else source, digest=True)
         touched.setdefault(source.name, source)
-    for source in buffers:
-        expressions.add_numbers(source)
+    for source, value in buffers.items():
+        expressions.add_numbers(source, digest=value.numel() > _MAX_NUMBERS)
     for variable in effects.environment:
         expressions.add_environment(variable)
     if effects.grad_modes:

@@ -32,6 +32,9 @@ class Selects(nn.Module):
         super().__init__()
         self.kind = kind
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        if kind == "fixed":
+            self.rows = nn.Buffer(torch.arange(16) % 3 == 1)
+            self.counts = nn.Buffer(torch.arange(16) % 4)
         if kind in ("mixture", "hits", *SKIPPING):
             self.rows = nn.Buffer(torch.zeros(EXPERTS))
             self.gate = nn.Linear(8, EXPERTS)
@@ -43,6 +46,13 @@ class Selects(nn.Module):
         hidden = self.down(self.up(x).relu()).flatten(0, 1)
         loss: Tensor = getattr(self, self.kind)(hidden, labels.flatten())
         return loss
+
+    def fixed(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Sizes that follow from buffers."""
+        chosen, repeated = hidden[self.rows], hidden.repeat_interleave(self.counts, 0)
+        filled = torch.zeros_like(hidden)
+        filled[self.rows] = chosen.sin()
+        return F.cross_entropy(chosen, labels[self.rows]) + (filled * hidden).sum() + repeated.pow(2).mean()
 
     def mixture_of(self, hidden: Tensor) -> Tensor:
         weights, chosen = self.gate(hidden).softmax(-1).topk(2)
@@ -210,7 +220,7 @@ class Selects(nn.Module):
 
 KINDS = (
     "kept", "kept_rows", "centred", "written", "filled", "placed", "masked", "loops", "cut", "scaled", "repeated",
-    "shared", "distinct", "mixture", "hits", "classes", *SKIPPING,
+    "shared", "distinct", "mixture", "hits", "classes", "fixed", *SKIPPING,
 )  # fmt: skip
 
 
@@ -553,6 +563,85 @@ def test_a_bincount_with_a_least_length_has_no_more_numbers() -> None:
 def test_a_loop_over_what_is_nonzero_that_does_more_than_to_assign_is_refused(function: Any) -> None:
     with pytest.raises(CaptureError, match=r"a loop over what is nonzero leaves early.*\n.*place"):
         capture(Calls(function), torch.ones(4, 8))
+
+
+class OfConstants(nn.Linear):
+    """The sizes of results follow from what is in buffers, or in the code."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(8, 8)
+        self.function = function
+        self.rows = nn.Buffer(torch.tensor([True, False, True, True]))
+        self.counts = nn.Buffer(torch.tensor([1, 0, 2, 1]))
+        self.mask = nn.Buffer(torch.arange(32).view(4, 8) % 3 == 1)
+        self.large = nn.Buffer(torch.arange(128).view(16, 8) % 5 == 1)  # its values are compared by a hash
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.function(self, super().forward(x))
+        return result
+
+
+def upper_pairs(model: OfConstants, y: Tensor) -> Tensor:
+    one, other = torch.ones(4, 4).triu(1).nonzero(as_tuple=True)
+    return y[one] * y[other]
+
+
+def parts(model: OfConstants, y: Tensor) -> Tensor:
+    return torch.cat([part * index for index, part in enumerate(y.split(model.counts.tolist()))])
+
+
+def looped(model: OfConstants, y: Tensor) -> Tensor:
+    found = []
+    for row in model.rows.nonzero().flatten():
+        found.append(y[row] * int(row))  # which a loop over other rows may not do
+    return torch.stack(found)
+
+
+def assigned(model: OfConstants, y: Tensor) -> Tensor:
+    result = torch.zeros_like(y)
+    result[model.mask] = y[model.mask].sin()
+    return result
+
+
+OF_CONSTANTS: dict[str, Any] = {
+    "mask": lambda model, y: y[model.rows],
+    "mask in a tuple": lambda model, y: y[None, :, model.mask[0]],
+    "mask of two dims": lambda model, y: y[model.mask],
+    "large mask": lambda model, y: y.repeat(4, 1)[model.large],
+    "mask in the code": lambda model, y: y[torch.ones(4, 8, dtype=torch.bool).tril()],
+    "nonzero": lambda model, y: y[model.rows.nonzero().flatten()],
+    "argwhere": lambda model, y: y[torch.argwhere(model.counts)[:, 0]],
+    "where": lambda model, y: y[torch.where(model.rows)[0]],
+    "masked_select": lambda model, y: y.masked_select(model.mask[:1]),
+    "repeated": lambda model, y: y.repeat_interleave(model.counts, 0),
+    "repeated by the code": lambda model, y: torch.repeat_interleave(y, repeats=torch.tensor([1, 2, 0, 3]), dim=0),
+    "upper pairs": upper_pairs,
+    "parts": parts,
+    "looped": looped,
+    "assigned": assigned,
+}
+
+
+@pytest.mark.parametrize("name", OF_CONSTANTS)
+def test_a_size_that_follows_from_constants_is_known(name: str) -> None:
+    model, x = OfConstants(OF_CONSTANTS[name]).to(DTYPE), torch.randn(4, 8, dtype=DTYPE)
+    parallel: Any = sw.compile_parallel(copy.deepcopy(model), sw.Cluster.local(1), x, progress=False)
+    assert not any("region" in str(node.target) for node in capture(model, x).graph.graph.nodes)
+    for change in (False, True):
+        if change:  # the values of buffers are compared in each call
+            for module in (model, parallel):
+                module.rows.copy_(~model.rows if module is model else model.rows)
+                module.counts.copy_(model.counts.flip(0) if module is model else model.counts)
+                module.mask.copy_(~model.mask if module is model else model.mask)
+                module.large.copy_(~model.large if module is model else model.large)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is compiled again
+            results = [module(x) for module in (model, parallel)]
+        torch.testing.assert_close(results[1], results[0])
+        results[0].sum().backward()
+        results[1].sum().backward()
+        for (parameter, given) in zip(model.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(whole(given.grad), parameter.grad)
 
 
 @pytest.mark.parametrize("kind", ["kept", "mixture", "cut"])

@@ -117,6 +117,11 @@ _CTC = "[t] b [c], b [s], b, b"
 rule(torch.ops.shardweave.ctc_loss.default, f"{_CTC} -> b, b [t] [a]")
 rule(torch.ops.shardweave.ctc_loss_backward.default, f"b, {_CTC}, b, b [t] [a] -> [t] b [c]")
 family([torch.ops.shardweave.region.default], bind_whole, "sizes inside depend on values; blocked: all dimensions")
+family(
+    [aten.nonzero_static.default, aten.repeat_interleave.Tensor],
+    bind_whole,
+    "which elements are chosen, or repeated; blocked: all dimensions",
+)
 family(SCANS, along("dim"), "in order along a dimension; blocked: that dimension")
 family(
     [aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default],

@@ -87,6 +87,18 @@ def triangle(d: Draw) -> Call:
     return (d.tensor(*d.sizes(2, 4)), d.choice([-1, 0, 2])), {}
 
 
+@case(aten.nonzero_static.default)
+def nonzero_static(d: Draw) -> Call:
+    flags = d.tensor(*d.sizes(1, 2)) > 0
+    return (flags,), {"size": int(flags.count_nonzero())}
+
+
+@case(aten.repeat_interleave.Tensor)
+def repeats(d: Draw) -> Call:
+    counts = torch.tensor([d.choice([0, 1, 2]) for _ in range(d.size())])
+    return (counts,), {"output_size": int(counts.sum())}
+
+
 @case(aten.histc.default)
 def histc(d: Draw) -> Call:
     bounds = (0, 0) if d.flag() else (-1, 2)
