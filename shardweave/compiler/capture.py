@@ -37,7 +37,7 @@ from shardweave.compiler.capture_errors import (
 )
 from shardweave.compiler.constants import fold_constant_masks, numbers_of_buffers, storage_of
 from shardweave.compiler.dynamo_workarounds import inputs_made_leaves, objects_as_arguments, traceable
-from shardweave.compiler.guards import after_a_call, assigned_buffers, reads_of, recorded_effects
+from shardweave.compiler.guards import after_a_call, assigned_buffers, attributes_refused, reads_of, recorded_effects
 from shardweave.compiler.joint_graph import (
     asserts_as_values,
     cast,
@@ -195,8 +195,8 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
             "a step trains on, and leave out a last batch without rows"
         )
     # 3. Trace, describe the inputs and outputs, and move the casts of mixed precision to them.
-    graph, out_spec, reads = _joint_graph(model, args, kwargs, precision)
-    captured = _captured_step(graph, out_spec, model, signature, spec, names, leaves)
+    graph, out_spec, reads, asked = _joint_graph(model, args, kwargs, precision, names)
+    captured = _captured_step(graph, out_spec, model, signature, spec, names, leaves, asked)
     given = {name: leaf.dtype for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor)}
     first = len(captured.mutated_buffers) + len(captured.outputs)
     places = {name: first + index for index, name in enumerate(captured.input_gradients)}
@@ -209,8 +209,9 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
 
 
 def _joint_graph(
-    model: nn.Module, args: Any, kwargs: Any, precision: Precision | None
-) -> tuple[fx.GraphModule, pytree.TreeSpec, Reads]:
+    model: nn.Module, args: Any, kwargs: Any, precision: Precision | None, names: tuple[str, ...]
+) -> tuple[fx.GraphModule, pytree.TreeSpec, Reads, tuple[tuple[int, str], ...]]:
+    """The joint graph, how its results are returned, the Python values that were read, and `CallTree.asked`."""
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -224,7 +225,8 @@ def _joint_graph(
         if any(parameter.is_meta for parameter in model.parameters()):
             devices = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             model = _off_meta(model, fake, next((device for device in devices if device.type != "meta"), None))
-        wanted = [wants_gradient(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
+        real = pytree.tree_leaves((args, kwargs))
+        wanted = [wants_gradient(leaf) for leaf in real]
         # This puts the objects together again that `capture` has opened.
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
         if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
@@ -243,13 +245,15 @@ def _joint_graph(
         fixed = stack.enter_context(numbers_of_buffers(changing))
         stack.enter_context(working_copies(model, precision, fake))
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
-        with recorded_effects() as effects:
+        leaves = pytree.tree_leaves(opened)
+        with recorded_effects() as effects, attributes_refused(model, effects, names, leaves, real):
             module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
             while written := {key for key, value in fixed.items() if storage_of(value) in effects.storages}:
                 # A number of a buffer that the forward writes is no constant: another trace leaves it open.
                 changing.update(storage_of(fixed.pop(key)) for key in written)
                 module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
         reads, changes, containers = reads_of(module, model, effects, fixed)
+        asked = effects.asked_of(leaves)
         for calls in (1, _MANY_CALLS) if containers else (1,) if changes else ():
             with after_a_call([*changes, *containers], calls), recorded_effects() as later:
                 again = dynamo_graph_capture_for_export(model)(*args, **kwargs)
@@ -266,11 +270,11 @@ def _joint_graph(
         # AOTAutograd takes half of the time. What it made of the same graph is taken from an earlier run.
         traced = trace_key(module, *opened)
         if traced and (known := cached_graph(traced[0], module.meta["tracing_context"].fake_mode)):
-            return known, traced[1], reads
+            return known, traced[1], reads, asked
         joint = aot_export_joint_with_descriptors(stack, module, *opened)
         if traced:
             save_graph(traced[0], joint.graph_module)
-    return joint.graph_module, joint.out_spec, reads
+    return joint.graph_module, joint.out_spec, reads, asked
 
 
 def _program(module: fx.GraphModule) -> list[str | None]:
@@ -426,6 +430,7 @@ def _captured_step(
     spec: pytree.TreeSpec,
     names: tuple[str, ...],
     leaves: Sequence[Any],
+    asked: tuple[tuple[int, str], ...],
 ) -> Captured:
     """The captured step of AOTAutograd's joint graph, whose inputs and outputs are described in ``meta["desc"]``."""
     graph = module.graph
@@ -545,6 +550,7 @@ def _captured_step(
             out_spec,
             tuple(TENSOR_OUTPUT if isinstance(value, fx.Node) else value for value in returned),
             tuple(made_leaves),
+            asked,
         ),
         model.training,
         input_gradients=input_gradients,

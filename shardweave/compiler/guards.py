@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardweave.compiler.capture_errors import INSTALLED, capture_error, module_and_line
 from shardweave.compiler.constants import DRAWN, storage_of
 from shardweave.compiler.dynamo_workarounds import DRAW_WAY_OUT, HINTS
-from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads
+from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads, attribute_of_input
 from shardweave.ops import IndexChecks, IndexRange
 from shardweave.sharding import argument, describe, info, shape
 
@@ -139,6 +139,34 @@ class Effects:
     """The storages of parameters, buffers and inputs that are written in place."""
     grad_modes: set[bool] = field(default_factory=set)
     """What the forward finds where it asks whether gradients are recorded."""
+    asked: list[tuple[Any, str]] = field(default_factory=list)
+    """The tensors that are asked for an attribute which is not torch's, with its name."""
+
+    def asked_of(self, leaves: Sequence[Any]) -> tuple[tuple[int, str], ...]:
+        """The attributes that tensors among the leaves of a call are asked for, each with the index of the leaf."""
+        places = {id(leaf): index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        found = ((places[id(value)], name) for value, name in self.asked if id(value) in places)
+        return (*dict.fromkeys(found),)
+
+
+@contextlib.contextmanager
+def attributes_refused(
+    model: nn.Module, effects: Effects, names: Sequence[str], leaves: Sequence[Any], given: Sequence[Any]
+) -> Iterator[None]:
+    """Refuse a forward that asks for an attribute which the tensor that was `given` has; `leaves` have none.
+
+    Raises
+    ------
+    CaptureError
+        With the name of the attribute.
+    """
+    try:
+        yield
+    finally:  # also where the forward cannot go on without the attribute
+        for index, attribute in effects.asked_of(leaves):
+            if hasattr(given[index], attribute):
+                reason, way_out = attribute_of_input(names[index], attribute)
+                raise capture_error(model, f"its {reason}", way_out=way_out) from None
 
 
 @contextlib.contextmanager
@@ -146,11 +174,15 @@ def recorded_effects() -> Iterator[Effects]:
     """While this runs, record the writes to attributes and containers that Dynamo traces, and reads of the grad mode.
 
     A forward reads the mode by `torch.is_grad_enabled`, or by ``requires_grad`` of what it computes. Torch's own code
-    reads it too, but computes the same in both modes.
+    reads it too, but computes the same in both modes. Attributes and keys that are missing, as in a ``try``, get
+    guards, which Dynamo leaves out.
     """
+    from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
+    from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-    from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
+    from torch._dynamo.variables import ConstDictVariable, TensorVariable, TorchInGraphFunctionVariable
+    from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
     from torch._dynamo.variables.iter import IteratorVariable
 
     effects = Effects()
@@ -181,6 +213,8 @@ def recorded_effects() -> Iterator[Effects]:
 
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     is_enabled, of_tensor = handlers[torch.is_grad_enabled], TensorVariable.method_attr_requires_grad
+    of_real, got = TensorVariable.dynamic_getattr, GetAttrBuiltinVariable._call_getattr
+    of_table = ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def note_grad_mode(tx: Any) -> None:
         if str(tx.f_globals.get("__name__", "")).split(".")[0] != "torch":
@@ -206,11 +240,37 @@ def recorded_effects() -> Iterator[Effects]:
             note_grad_mode(tx)
         return of_tensor(self, tx)
 
+    def dynamic_getattr(self: Any, tx: Any, name: str) -> Any:
+        if self.source is not None and not hasattr(nn.Parameter, name):
+            with contextlib.suppress(Exception):  # as Dynamo does, of a source that it cannot look up
+                scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
+                effects.asked.append((eval(self.source.name, scope), name))
+        return of_real(self, tx, name)
+
+    def call_getattr(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return got(self, tx, args, kwargs)
+        except ObservedAttributeError:
+            if args[0].source is not None:
+                has = functools.partial(GuardBuilder.HASATTR, attr=args[1].as_python_constant())
+                install_guard(args[0].source.make_guard(has))
+            raise
+
+    def getitem(self: Any, tx: Any, key: Any) -> Any:
+        try:
+            return of_table(self, tx, key)
+        except ObservedKeyError:
+            self.install_dict_contains_guard(tx, [key])
+            raise
+
     with (
         mock.patch.object(OutputGraph, name, noted),
         mock.patch.object(translator, "build_inline_tracer", staticmethod(build_inline_tracer)),
         mock.patch.dict(handlers, {torch.is_grad_enabled: is_grad_enabled}),
         mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad),
+        mock.patch.object(TensorVariable, "dynamic_getattr", dynamic_getattr),
+        mock.patch.object(GetAttrBuiltinVariable, "_call_getattr", call_getattr),
+        mock.patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", getitem),
     ):
         yield effects
 

@@ -99,7 +99,8 @@ class CallTree:
 
     `names` are the names of the leaves of a call in order (``"tokens"``, ``"batch.labels"``). `constants` has the
     values at capture of the leaves that are not tensors. `made_leaves` are those of which the forward calls
-    `requires_grad_()`.
+    `requires_grad_()`. `asked` are the attributes that the forward asks tensors for, each with the position of the
+    tensor: the step is for tensors without them.
     """
 
     signature: inspect.Signature
@@ -110,6 +111,7 @@ class CallTree:
     output_spec: pytree.TreeSpec
     output_constants: tuple[Any, ...]
     made_leaves: tuple[int, ...] = ()
+    asked: tuple[tuple[int, str], ...] = ()
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call in the order of the graph's inputs; `InputError` if its structure is another one."""
@@ -131,6 +133,10 @@ class CallTree:
                     f"the argument {name} was {constant!r} at capture and is part of the compiled step; it is now "
                     f"{got}: compile again with it"
                 )
+        for position, attribute in self.asked:
+            if hasattr(leaves[position], attribute):
+                reason, way_out = attribute_of_input(self.names[position], attribute)
+                raise InputError(f"the model's {reason}. {way_out}")
         for position in self.made_leaves:
             if not leaves[position].is_inference():
                 leaves[position].requires_grad_()
@@ -141,6 +147,12 @@ class CallTree:
         tensors = iter(outputs)
         values = [next(tensors) if constant is TENSOR_OUTPUT else constant for constant in self.output_constants]
         return pytree.tree_unflatten(values, self.output_spec)
+
+
+def attribute_of_input(name: str, attribute: str) -> tuple[str, str]:
+    """Why a call is refused whose forward asks a tensor for an attribute that the user gave it, and the way out."""
+    reason = f"forward asks for {name}.{attribute}, an attribute that this tensor was given"
+    return reason, f"A step takes the numbers of a tensor alone: pass {attribute} as an argument of its own."
 
 
 class OpenObject:

@@ -234,6 +234,93 @@ def test_a_value_of_each_kind_is_followed(name: str) -> None:
         assert len(parallel._steps) == num_steps
 
 
+GAINS: dict[str, float] = {}
+
+
+def attribute_in_a_try(model: Any, x: Tensor) -> Tensor:
+    try:
+        return x * model.config.gain
+    except AttributeError:
+        return x
+
+
+def attribute_of_a_parameter_in_a_try(model: Any, x: Tensor) -> Tensor:
+    with contextlib.suppress(AttributeError):
+        x = x * model.linear.weight.gain
+    return x
+
+
+def key_in_a_try(model: Any, x: Tensor) -> Tensor:
+    try:
+        return x * GAINS["gain"]
+    except KeyError:
+        return x
+
+
+@pytest.mark.parametrize("use", [attribute_in_a_try, attribute_of_a_parameter_in_a_try, key_in_a_try])
+def test_what_a_forward_tries_and_does_not_find_is_followed(
+    use: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Containing(use, [])
+    model.config = Config()  # type: ignore[assignment]
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    torch.testing.assert_close(parallel(BATCH), model(BATCH))
+    for module in (model, parallel):
+        module.config.gain = module.linear.weight.gain = 3.0
+    monkeypatch.setitem(GAINS, "gain", 3.0)
+    with pytest.warns(UserWarning, match="compiled again, as .*gain.* is True and was"):
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
+
+
+def with_a_default(x: Any) -> float:
+    gain: float = getattr(x, "gain", 2.0)
+    return gain
+
+
+def with_a_test(x: Any) -> float:
+    return 3.0 if hasattr(x, "gain") else 2.0
+
+
+def in_a_try(x: Any) -> float:
+    with contextlib.suppress(AttributeError):
+        return float(x.gain)
+    return 2.0
+
+
+def without_a_default(x: Any) -> float:
+    return float(x.gain)
+
+
+class Gains(nn.Module):
+    """Multiplies by an attribute of one of its inputs."""
+
+    def __init__(self, use: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.linear, self.use = nn.Linear(8, 8), use
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return (self.linear(batch["x"]) * self.use(batch["y"])).sum()
+
+
+@pytest.mark.parametrize("use", [with_a_default, with_a_test, in_a_try, without_a_default])
+def test_attributes_of_input_tensors_are_refused(use: Callable[[Any], float]) -> None:
+    model, told = Gains(use), r"forward asks for batch\.y\.gain, an attribute(.|\n)*pass gain as an argument"
+    marked = BATCH.clone()
+    marked.gain = 5.0  # type: ignore[attr-defined]
+    with pytest.raises(CaptureError, match=told):
+        sw.compile_parallel(model, sw.Cluster.local(1), ({"x": BATCH, "y": marked},), progress=False)
+    if use is without_a_default:
+        return
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), ({"x": BATCH, "y": BATCH},), progress=False)
+    for y, size in ((marked, 4), (marked[:2], 2)):
+        y.gain = 5.0  # type: ignore[attr-defined]
+        with pytest.raises(InputError, match=told), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parallel({"x": BATCH[:size], "y": y})
+    batch = {"x": marked, "y": BATCH}
+    torch.testing.assert_close(parallel(batch), model(batch))
+
+
 def test_a_tensor_in_a_closure_is_followed() -> None:
     table = torch.ones(8)
 
