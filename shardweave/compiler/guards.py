@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import os
 import re
 import sys
@@ -42,6 +43,15 @@ _TENSORS = re.compile(r"\._(?:parameters|buffers)\['\w+'\]$")
 """A parameter or buffer of a module. If it is None, that is a constant of a step."""
 _ATTRIBUTE_OF_TENSOR = re.compile(r"\._(?:parameters|buffers)\['\w+'\]\.(\w+)")
 """An attribute of a parameter or buffer."""
+_STATES = (
+    "are_deterministic_algorithms_enabled", "is_deterministic_algorithms_warn_only_enabled",
+    "get_deterministic_debug_mode", "get_num_threads", "get_num_interop_threads", "get_float32_matmul_precision",
+    "is_autocast_cache_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype",
+    "is_anomaly_enabled", "is_anomaly_check_nan_enabled", "is_warn_always_enabled",
+    "backends.cuda.flash_sdp_enabled", "backends.cuda.math_sdp_enabled", "backends.cuda.mem_efficient_sdp_enabled",
+    "backends.cuda.cudnn_sdp_enabled",
+)  # fmt: skip
+"""Functions of torch that tell its state. What modes of a step hold already (`CallSignature`) is not among them."""
 _KEY_GUARDS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
 _MAX_NUMBERS = 64
 """Of a buffer of more elements each call compares a hash, taken where torch counts a new version, not all of them."""
@@ -139,6 +149,10 @@ class Effects:
     """The storages of parameters, buffers and inputs that are written in place."""
     grad_modes: set[bool] = field(default_factory=set)
     """What the forward finds where it asks whether gradients are recorded."""
+    states: set[str] = field(default_factory=set)
+    """The calls of functions of `_STATES`, as text."""
+    looked: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """Dynamo's sources of objects that the user's own code asks for an attribute, by the source's and its name."""
     asked: list[tuple[Any, str]] = field(default_factory=list)
     """The tensors that are asked for an attribute which is not torch's, with its name."""
 
@@ -181,8 +195,8 @@ def recorded_effects() -> Iterator[Effects]:
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-    from torch._dynamo.variables import ConstDictVariable, TensorVariable, TorchInGraphFunctionVariable
-    from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
+    from torch._dynamo.variables import ConstDictVariable, TensorVariable, TorchInGraphFunctionVariable, VariableTracker
+    from torch._dynamo.variables.builtin import GetAttrBuiltinVariable, HasAttrBuiltinVariable
     from torch._dynamo.variables.iter import IteratorVariable
 
     effects = Effects()
@@ -214,6 +228,7 @@ def recorded_effects() -> Iterator[Effects]:
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     is_enabled, of_tensor = handlers[torch.is_grad_enabled], TensorVariable.method_attr_requires_grad
     of_real, got = TensorVariable.dynamic_getattr, GetAttrBuiltinVariable._call_getattr
+    has_attribute = HasAttrBuiltinVariable.call_function
     of_table = ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def note_grad_mode(tx: Any) -> None:
@@ -247,7 +262,18 @@ def recorded_effects() -> Iterator[Effects]:
                 effects.asked.append((eval(self.source.name, scope), name))
         return of_real(self, tx, name)
 
+    def note_look(tx: Any, value: Any, name: Any) -> None:
+        is_of_library = tx.f_code.co_filename.startswith((*INSTALLED, "<frozen "))  # as that of os
+        if value.source is not None and name.is_python_constant() and not is_of_library:
+            effects.looked.setdefault((value.source.name, name.as_python_constant()), value.source)
+
+    def call_hasattr(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if len(args) == 2:
+            note_look(tx, args[0], args[1])
+        return has_attribute(self, tx, args, kwargs)
+
     def call_getattr(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        note_look(tx, args[0], args[1])
         try:
             return got(self, tx, args, kwargs)
         except ObservedAttributeError:
@@ -263,13 +289,31 @@ def recorded_effects() -> Iterator[Effects]:
             self.install_dict_contains_guard(tx, [key])
             raise
 
+    def state_of(state: str, function: Any) -> Any:
+        known = handlers.get(function)
+
+        def told(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [each.as_python_constant() for each in args]
+            named = {key: each.as_python_constant() for key, each in kwargs.items()}
+            texts = *map(repr, given), *(f"{key}={value!r}" for key, value in named.items())
+            effects.states.add(f"{state}({', '.join(texts)})")
+            return known(self, tx, *args) if known else VariableTracker.build(tx, function(*given, **named))
+
+        return told
+
+    functions = {state: operator.attrgetter(state)(torch) for state in _STATES}
+    states = {function: state_of(state, function) for state, function in functions.items()}
+    folding: Any = torch._dynamo.variables.torch
+    folded = {key: value for key, value in folding.constant_fold_functions.items() if key not in states}
     with (
         mock.patch.object(OutputGraph, name, noted),
         mock.patch.object(translator, "build_inline_tracer", staticmethod(build_inline_tracer)),
-        mock.patch.dict(handlers, {torch.is_grad_enabled: is_grad_enabled}),
+        mock.patch.object(folding, "constant_fold_functions", folded),  # before it asks for handlers
+        mock.patch.dict(handlers, {**states, torch.is_grad_enabled: is_grad_enabled}),
         mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad),
         mock.patch.object(TensorVariable, "dynamic_getattr", dynamic_getattr),
         mock.patch.object(GetAttrBuiltinVariable, "_call_getattr", call_getattr),
+        mock.patch.object(HasAttrBuiltinVariable, "call_function", call_hasattr),
         mock.patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", getitem),
     ):
         yield effects
@@ -509,6 +553,8 @@ def reads_of(
     registered = effects.storages.union(map(storage_of, (*model.parameters(), *model.buffers())))
     self_name, imports = function.__code__.co_varnames[0], graph.import_sources
     expressions = _SourceExpressions(self_name, function.__globals__, imports, free, registered)
+    for (_, attribute), source in effects.looked.items():
+        expressions.add_of_library(AttrSource(source, attribute))
     touched: dict[str, Any] = {}
     for guard in graph.guards:
         source = guard.originating_source
@@ -527,8 +573,10 @@ def reads_of(
         expressions.add_numbers(source, digest=value.numel() > _MAX_NUMBERS)
     for variable in effects.environment:
         expressions.add_environment(variable)
+    for call in sorted(effects.states):
+        expressions.add_state(call)
     if effects.grad_modes:
-        expressions.add_grad_mode()
+        expressions.add_state("is_grad_enabled()")
     reads = Reads(list(expressions.reads.values()), expressions.names)
     for name, method in effects.hooks:
         raise capture_error(
@@ -667,6 +715,8 @@ class _SourceExpressions:
         self.reads: dict[str, Read] = {}
         self._variables: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._short: dict[str, str] = {}
+        self._followed: set[str] = set()
+        """The sources of containers of libraries that the user's own code reads."""
 
     def add(self, source: Any, guard: Any) -> None:
         """Record the read that a guard stands for, if it is of a user's object."""
@@ -714,10 +764,33 @@ class _SourceExpressions:
         self.names.setdefault(look, _Numbers(digest))
         self._note(f"{look}({expression})", before, self.shown(source.name))
 
-    def add_grad_mode(self) -> None:
-        """Record that the step depends on whether gradients are recorded."""
+    def add_of_library(self, source: Any) -> None:
+        """Record that the user's own code reads an attribute of a library, if that is a plain value.
+
+        Guards on libraries are left out otherwise, as most are of the libraries' own reads. An attribute that a Python
+        module does not have, of a library or of the user's own, has no guard.
+        """
+        chain = [*_chain(source)]
+        if type(chain[-1]).__name__ != "GlobalSource":
+            return
+        owner, attribute = self.value_of(source.base, None), source.member
+        if isinstance(owner, types.ModuleType) and not hasattr(owner, attribute):
+            expression, before = self._expression(source.base)
+            shown = f"{self.shown(source.base.name)}.{attribute} being set"
+            self._note(f"hasattr({expression}, {attribute!r})", before, shown)
+        if self.is_of_user(chain) or not hasattr(owner, attribute):
+            return
+        value = getattr(owner, attribute)
+        if isinstance(value, (list, dict, set, deque)):
+            self._followed.add(source.name)  # so are guards on what is in it
+        elif isinstance(value, PLAIN_TYPES) and not isinstance(value, torch.dtype):
+            expression, before = self._expression(source)
+            self._note(expression, before, self.shown(source.name))
+
+    def add_state(self, call: str) -> None:
+        """Record that the step depends on what a call of a function of torch tells."""
         self.names["module_torch"] = torch
-        self._note("module_torch.is_grad_enabled()", (), "torch.is_grad_enabled()")
+        self._note(f"module_torch.{call}", (), f"torch.{call}")
 
     def add_environment(self, variable: str | None) -> None:
         """Record that the step depends on an environment variable, or on all of them."""
@@ -734,6 +807,8 @@ class _SourceExpressions:
         """Whether the root of a source is the model, or a global of the user's module that is not of a library."""
         root = chain[-1]
         kind = type(root).__name__
+        if any(link.name in self._followed for link in chain):
+            return True
         if kind == "LocalSource":
             return root.local_name == self.self_name or root.local_name in self.free
         if kind != "GlobalSource":

@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import re
+import sys
 import types
 import warnings
 import weakref
@@ -361,6 +362,68 @@ def test_a_tensor_that_is_no_buffer_is_followed_when_it_is_written_in_place() ->
     parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
     table.fill_(2.0)
     with pytest.warns(UserWarning, match=r"compiled again, as .*config\.value is 'torch\.float32 \(8,\) \w+' and was"):
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
+
+
+def states_of_torch(is_on: bool) -> None:
+    torch.use_deterministic_algorithms(is_on, warn_only=is_on)
+    torch.set_num_threads(2 if is_on else 1)
+    torch.set_autocast_cache_enabled(not is_on)
+    torch.set_float32_matmul_precision("high" if is_on else "highest")
+    torch.autograd.set_detect_anomaly(is_on)
+
+
+STATES: dict[str, Callable[[], float]] = {
+    "are_deterministic_algorithms_enabled": lambda: 1.0 + torch.are_deterministic_algorithms_enabled(),
+    "get_deterministic_debug_mode": lambda: 1.0 + torch.get_deterministic_debug_mode(),
+    "get_num_threads": lambda: float(torch.get_num_threads()),
+    "is_autocast_cache_enabled": lambda: 1.0 + torch.is_autocast_cache_enabled(),
+    "get_float32_matmul_precision": lambda: float(len(torch.get_float32_matmul_precision())),
+    "is_anomaly_enabled": lambda: 1.0 + torch.is_anomaly_enabled(),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_of_torch_is_followed(name: str) -> None:
+    threads, model = torch.get_num_threads(), Reading(None, lambda x, _: x * STATES[name]())
+    states_of_torch(False)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    torch.testing.assert_close(parallel(BATCH), model(BATCH))
+    try:
+        states_of_torch(True)
+        with pytest.warns(UserWarning, match=rf"compiled again, as torch\.{name}\(\) is .* and was"):
+            torch.testing.assert_close(parallel(BATCH), model(BATCH))
+    finally:
+        states_of_torch(False)
+    try:
+        torch.testing.assert_close(parallel(BATCH), model(BATCH))
+        assert len(parallel._steps) == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+SETTINGS = types.ModuleType("settings")
+SETTINGS.gain = 2.0  # type: ignore[attr-defined]
+
+OF_PYTHON_MODULES: dict[str, tuple[Any, str, Any, Callable[[], float]]] = {
+    "of the user": (SETTINGS, "gain", 3.0, lambda: SETTINGS.gain),
+    "of the user, not set at first": (SETTINGS, "other", 3.0, lambda: getattr(SETTINGS, "other", 1.0)),
+    "of Python": (sys, "dont_write_bytecode", not sys.dont_write_bytecode, lambda: 1.0 + sys.dont_write_bytecode),
+    "of Python, not set at first": (sys, "gain", 3.0, lambda: 2.0 if hasattr(sys, "gain") else 1.0),
+    "of Python, a list": (sys, "argv", ["a", "b", "c", "d"], lambda: float(len(sys.argv))),
+    "of torch": (torch.backends.cudnn, "benchmark", True, lambda: 1.0 + torch.backends.cudnn.benchmark),
+}
+
+
+@pytest.mark.parametrize("name", OF_PYTHON_MODULES)
+def test_attributes_of_python_modules_are_followed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, attribute, value, use = OF_PYTHON_MODULES[name]
+    monkeypatch.setattr(sys, "argv", ["a"])
+    model = Reading(None, lambda x, _: x * use())
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    torch.testing.assert_close(parallel(BATCH), model(BATCH))
+    monkeypatch.setattr(module, attribute, value, raising=False)
+    with pytest.warns(UserWarning, match=rf"compiled again, as .*{attribute}.* is .* and was"):
         torch.testing.assert_close(parallel(BATCH), model(BATCH))
 
 
