@@ -587,14 +587,18 @@ def _is_written(value: Any, since: fx.Node) -> bool:
     storages = _storages(value.meta["example_value"])
     for node in itertools.takewhile(lambda node: node is not since, reversed(since.graph.nodes)):
         name = _name(node)
-        in_place = name == "setitem" or name.endswith("_") or name in _IN_PLACE_OPERATORS or "out" in node.kwargs
+        in_place = name == "setitem" or name.endswith("_") or name in IN_PLACE_OPERATORS or "out" in node.kwargs
         given = [each for each in (*node.args[:1], node.kwargs.get("out")) if isinstance(each, fx.Node)]
         if in_place and storages & _storages([each.meta.get("example_value") for each in given]):
             return True
     return False
 
 
-_IN_PLACE_OPERATORS = "iadd", "isub", "imul", "iand", "ior", "ixor"
+IN_PLACE_OPERATORS = (
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
+    "irshift",
+)  # fmt: skip
+"""What writes in place of Python's operators, as ``x /= y``."""
 
 
 def _integer(variable: Any) -> Any:

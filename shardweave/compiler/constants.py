@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardweave.compiler.branch_selection import IN_PLACE_OPERATORS
 from shardweave.compiler.branches import Jump, branches_traced
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -35,7 +36,8 @@ _MAX_BYTES = 2**30
 DRAWN = "draws another number in each call, and a step would repeat one number"
 INDEXED = "what is indexed by a tensor, or the result, is written in place later"
 _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64}
-_WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior, operator.ixor}
+_AUGMENTED = {getattr(operator, name) for name in IN_PLACE_OPERATORS}
+_WRITES = {operator.setitem, *_AUGMENTED}
 
 
 class NotConstantError(Exception):
@@ -212,6 +214,7 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
     as in ``pad(x, (padding, 0))``. How many elements a mask selects, or how often elements are repeated, is a constant
     of the step where these depend on buffers and constants alone: the sizes of such results are known. Where another
     tensor of one integer is an index, as in ``x[:, t]``, an op selects by it, whose result is a copy, or writes.
+    ``x[t] += y`` does both.
 
     Yields Dynamo's sources of the buffers and their values, which become constants of the step. Tensors of the model
     that are neither buffers nor parameters are handled alike. Buffers in one of the storages `changing` are left out:
@@ -231,7 +234,8 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
     scalar = torch.ops.aten._local_scalar_dense.default
     scalar_of, run, item = op_implementations_dict[scalar], utils.run_node, TensorVariable.method_item
     tolist = TensorVariable.method_tolist
-    indexed: list[tuple[Tensor, int, str]] = []
+    indexed: list[tuple[fx.Node, Any, int, Any, int]] = []  # what selects, with its tensor and its result
+    augmented: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # what selects, with what changes and assigns the result
 
     def constant(node: Any, numbers_of: Callable[[Any], Any]) -> Any:
         """The `numbers_of` the value of a node of Dynamo's graph; None if it is no constant."""
@@ -273,15 +277,26 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
             if node.target not in (operator.getitem, operator.setitem) or not has_open_index(node):
                 return run(tracer, node, *args)
             if node.target is operator.setitem:
+                note_augmented(node)
                 node.target = _assign
                 return run(tracer, node, *args)
             node.target = _selected
             result = run(tracer, node, *args)
-            examples = node.all_input_nodes[0].meta["example_value"], result
-            indexed.extend((value, value._version, node.stack_trace or "") for value in examples)
+            source = node.all_input_nodes[0].meta["example_value"]
+            indexed.append((node, source, source._version, result, result._version))
             return result
         finally:
             running.pop()
+
+    def note_augmented(node: fx.Node) -> None:
+        """Note an assignment ``x[t] = part`` right after ``part += y``, of the part that ``x[t]`` selected before."""
+        place, index, value = node.args
+        if not isinstance(value, fx.Node) or value is not node.prev or value.target not in _AUGMENTED:
+            return
+        for selecting, source, version, result, before in indexed:
+            is_same = selecting.args == (place, index) and value.args[0] is selecting
+            if is_same and source._version == version and result._version == before + 1:
+                augmented[selecting] = value, node
 
     def has_open_index(node: fx.Node) -> bool:
         """Whether all tensors in an index are integers without dimensions, one of which is no constant."""
@@ -318,9 +333,12 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
         branches_traced(branch),
     ):
         yield taken
-    for value, version, line in indexed:
-        if value._version != version:
-            raise RuntimeError(f"{INDEXED}\n{line}")
+    for selecting, source, version, result, before in indexed:
+        changed, assigning = augmented.get(selecting, (None, None))
+        if [*selecting.users] == [changed] and changed is not None and [*changed.users] == [assigning]:
+            continue  # nothing else reads the part, so that it need not follow later changes
+        if source._version != version or result._version != before:
+            raise RuntimeError(f"{INDEXED}\n{selecting.stack_trace or ''}")
 
 
 class _Form(NamedTuple):

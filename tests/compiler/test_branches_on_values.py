@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -461,7 +462,11 @@ class Indexed(nn.Module):
         self.means[:2, self.step % 2] = x.mean(0) + before[:2, 0] / 2
         self.means[..., self.step % 2 - 2, self.step] = x[:1, 0]
         self.means[last, None, self.step % 2, 4:6] = 1
+        self.means[:, self.step % 2] *= 0.5
         hidden = hidden + self.means.mean((0, 1))
+        hidden[:, place] += x[:, 0]
+        for row in range(2):
+            hidden[:, self.table[row].sum(0).argmin(), None] /= 1 + x[:, row : row + 1].square()
         return (self.up(hidden + x[:, place][:, None]) * torch.linspace(1, 2, 5)[self.step]).square().mean()
 
 
@@ -470,12 +475,41 @@ def test_indices_that_are_tensors_train_as_on_one_device(pool: WorkerPool) -> No
     trains_as_on_one_device(Case("indexed", Indexed, draw), pool, ways)
 
 
-def test_what_a_tensor_indexes_must_not_be_written_in_place() -> None:
+def through_the_result(hidden: Tensor, place: Tensor) -> Tensor:
+    hidden[:, place].mul_(2)
+    return hidden
+
+
+def result_is_read(hidden: Tensor, place: Tensor) -> Tensor:
+    part = hidden[:, place]
+    part += 1
+    hidden[:, place] = part
+    hidden += 1
+    return hidden * part[:, None]
+
+
+def read_before_it_is_assigned(hidden: Tensor, place: Tensor) -> Tensor:
+    part = hidden[:, place]
+    part += 1
+    total = hidden.sum()
+    hidden[:, place] = part
+    return hidden * total
+
+
+def another_result_is_read(hidden: Tensor, place: Tensor) -> Tensor:
+    part = hidden[:, place]
+    hidden[:, place] += 1
+    return hidden * part[:, None]
+
+
+@pytest.mark.parametrize(
+    "write", [through_the_result, result_is_read, read_before_it_is_assigned, another_result_is_read]
+)
+def test_what_a_tensor_indexes_must_not_be_written_in_place(write: Callable[[Tensor, Tensor], Tensor]) -> None:
     class Writes(Indexed):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.up(x)
-            hidden[:, hidden.sum(0).argmax()].mul_(2)
-            return hidden
+            return write(hidden, hidden.sum(0).argmax())
 
-    with pytest.raises(CaptureError, match=r"what is indexed by.*\n.*: hidden\[:, hidden.*\n.*index_sel"):
+    with pytest.raises(CaptureError, match=r"what is indexed by.*\n.*: .*hidden\[:, place.*\n.*index_sel"):
         capture(Writes(), torch.ones(4, 8))
