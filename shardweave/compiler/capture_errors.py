@@ -36,6 +36,10 @@ _SHARDED = "build the model anew and pass it before it is sharded; a plan shards
 
 SEVERAL_GRADIENTS = "its hooks on the backward take several gradients at once, which is not captured"
 """Why backward hooks are refused of a module that takes, or returns, several tensors with gradients."""
+NO_BUFFER = "a tensor that is neither a buffer nor a parameter, and in which a step would not keep what is written"
+BUFFER_WAY_OUT = (
+    'Make it a buffer of a module: self.register_buffer("name", tensor). Or write into a copy of it (.clone()).'
+)
 _HOOK_WAY_OUT = (
     "In a forward hook of the module, call register_hook of each tensor whose gradient is to be changed: that is "
     "captured."
@@ -281,6 +285,8 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
         return "it takes a number out of an array of numpy", _ARRAY_WAY_OUT
     if text.startswith(INDEXED):
         return INDEXED, "Read it by torch.index_select(x, dim, t.reshape(1)), a copy; write it as x[t] = value."
+    if "entirely functional graph" in text or "mutating a non-functional tensor" in text:  # of torch's own, by x.data
+        return f"it writes into {NO_BUFFER}", BUFFER_WAY_OUT
     if CHANGED_PARAMETER in text:
         return CHANGED_PARAMETER, PARAMETER_WAY_OUT
     if SEVERAL_GRADIENTS in text:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardweave.compiler.capture_errors import INSTALLED, capture_error, module_and_line
+from shardweave.compiler.capture_errors import BUFFER_WAY_OUT, INSTALLED, NO_BUFFER, capture_error, module_and_line
 from shardweave.compiler.constants import DRAWN, storage_of
 from shardweave.compiler.dynamo_workarounds import DRAW_WAY_OUT, HINTS
 from shardweave.ir import PLAIN_TYPES, Captured, CaptureError, Read, Reads, attribute_of_input
@@ -550,7 +550,8 @@ def reads_of(
     graph = module._dynamo_bytecode_flatten.out.graph_capture_output.output_graph
     function, _ = get_traced_fn(model)
     free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    registered = effects.storages.union(map(storage_of, (*model.parameters(), *model.buffers())))
+    of_model = {*map(storage_of, (*model.parameters(), *model.buffers()))}
+    registered = effects.storages | of_model
     self_name, imports = function.__code__.co_varnames[0], graph.import_sources
     expressions = _SourceExpressions(self_name, function.__globals__, imports, free, registered)
     for (_, attribute), source in effects.looked.items():
@@ -565,6 +566,7 @@ def reads_of(
         if guard.create_fn_name() == "TENSOR_MATCH" and expressions.is_of_user(list(_chain(source))):
             is_array = type(source).__name__ == "NumpyTensorSource"
             value = expressions.value_of(source, model)
+            _refuse_written_constant(model, value, expressions.shown(source.name), effects.storages - of_model)
             _refuse_gradient_of_constant(model, value, expressions.shown(source.name), registered)
             if is_array or _is_free(value, registered):
                 expressions.add_numbers(source.base if is_array else source, digest=True)
@@ -674,6 +676,12 @@ def _changed(model: nn.Module, expressions: _SourceExpressions, written: _Write,
     if not written.is_constant or owner is None:
         raise error
     return [Change(owner, written.key, written.is_attribute, written.value, shown, error)]
+
+
+def _refuse_written_constant(model: nn.Module, value: Any, shown: str, written: set[int]) -> None:
+    """Raise `CaptureError` for a tensor of the user's that the forward writes in place and that is no buffer."""
+    if isinstance(value, Tensor) and storage_of(value) in written:
+        raise capture_error(model, f"its forward writes into {shown}, {NO_BUFFER}", way_out=BUFFER_WAY_OUT)
 
 
 def _refuse_gradient_of_constant(model: nn.Module, value: Any, shown: str, registered: set[int]) -> None:

@@ -365,6 +365,55 @@ def test_a_tensor_that_is_no_buffer_is_followed_when_it_is_written_in_place() ->
         torch.testing.assert_close(parallel(BATCH), model(BATCH))
 
 
+def adds_a_number(model: Any, x: Tensor) -> None:
+    model.kept.add_(1)
+
+
+def augments(model: Any, x: Tensor) -> None:
+    model.kept += 1
+
+
+def copies_an_average(model: Any, x: Tensor) -> None:
+    model.kept.lerp_(x.detach().mean(0), 0.1)
+
+
+def assigns_an_item(model: Any, x: Tensor) -> None:
+    model.kept[2] = x.sum()
+
+
+def writes_in_a_list(model: Any, x: Tensor) -> None:
+    model.config[0].copy_(x.mean(0))
+
+
+def writes_a_global(model: Any, x: Tensor) -> None:
+    WRITTEN.mul_(2)
+
+
+def writes_data(model: Any, x: Tensor) -> None:
+    model.kept.data.add_(1)
+
+
+WRITTEN = torch.zeros(8)
+WRITES: dict[Callable[[Any, Tensor], None], str] = {
+    adds_a_number: r"model\.kept", augments: r"model\.kept", copies_an_average: r"model\.kept",
+    assigns_an_item: r"model\.kept", writes_in_a_list: r"model\.config\[0\]", writes_a_global: "WRITTEN",
+    writes_data: "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_tensor_that_is_no_buffer_must_not_be_written_by_the_forward(write: Callable[[Any, Tensor], None]) -> None:
+    def use(model: Any, x: Tensor) -> Tensor:
+        write(model, x)
+        return x * model.kept
+
+    model = Containing(use, torch.zeros(8))
+    model.config = [torch.zeros(8)]  # type: ignore[assignment]
+    told = rf"writes into {WRITES[write]}.*neither a buffer nor a parameter(.|\n)*self\.register_buffer"
+    with pytest.raises(CaptureError, match=told):
+        sw.compile_parallel(model, sw.Cluster.local(1), BATCH)
+
+
 def states_of_torch(is_on: bool) -> None:
     torch.use_deterministic_algorithms(is_on, warn_only=is_on)
     torch.set_num_threads(2 if is_on else 1)
