@@ -14,8 +14,9 @@ import enum
 import inspect
 import re
 import types
+import warnings
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -438,6 +439,7 @@ class ConstantsCheck:
         self._before_in_model, self._before = self._of_model.values(model), self._of_parallel.values(parallel)
         self._model_is_unchanged = self._of_model.unchanged_test(model)
         self._is_unchanged = self._of_parallel.unchanged_test(parallel)
+        self._hooks_before, self._num_calls = (_num_hooks(model), _num_hooks(parallel)), 0
 
     def changed(self, parallel: nn.Module) -> list[ChangedConstant]:
         """The constants that have changed in the parallel module, or in what it shares with others."""
@@ -448,7 +450,12 @@ class ConstantsCheck:
     def check_model(self, parallel: nn.Module) -> None:
         """Raise `ParallelError` if a value has changed in the user's model, whose own attributes no step follows."""
         model = self._model()
-        if model is None or self._model_is_unchanged(model):
+        if model is None:
+            return
+        self._num_calls += 1
+        if not self._num_calls & (self._num_calls - 1):  # each power of two, as it takes longer than the other checks
+            self._warn_of_hooks(model, parallel)
+        if self._model_is_unchanged(model):
             return
         changed = self._changed(self._of_model, self._before_in_model, model, "model")
         if model.training != self._mode:  # a model that is in the other mode as a whole is used on its own
@@ -457,10 +464,35 @@ class ConstantsCheck:
             followed = self._changed(self._of_parallel, self._before, parallel, "model")
             refuse_changed([each for each in changed if each not in followed])
 
+    def _warn_of_hooks(self, model: nn.Module, parallel: nn.Module) -> None:
+        """Warn once of hooks that the model got after it was compiled, and the parallel module did not."""
+        found = _num_hooks(model), _num_hooks(parallel)
+        new, own = (now - before for now, before in zip(found, self._hooks_before, strict=True))
+        if missing := sorted((new - own).elements()):
+            self._hooks_before = found
+            names = ", ".join(f"model{name}" for name in dict.fromkeys(missing))
+            warnings.warn(
+                f"hooks were registered on {names} after the model was compiled. The parallel module has modules and "
+                f"parameters of its own, and does not call them: register them on parallel{missing[0]}",
+                stacklevel=9,
+            )
+
     def _changed(self, reads: Reads, before: list[Any], module: nn.Module, root: str) -> list[ChangedConstant]:
         triples = zip(reads.reads, before, reads.values(module), strict=True)
         different = [(read, was, value) for read, was, value in triples if was != value or _kinds(was) != _kinds(value)]
         return [ChangedConstant(re.sub(r"\bmodel\b", root, read.shown, count=1), *pair) for read, *pair in different]
+
+
+def _num_hooks(model: nn.Module) -> Counter[str]:
+    """The number of hooks of each module and parameter, by names such as ``".linear.weight"``."""
+    modules = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    tensors = "_backward_hooks", "_post_accumulate_grad_hooks"
+    named: list[tuple[str, Any, tuple[str, ...]]] = [(name, each, modules) for name, each in model.named_modules()]
+    named += [(name, each, tensors) for name, each in model.named_parameters()]
+    found = Counter[str]()
+    for name, each, kinds in named:
+        found[f".{name}" if name else ""] = sum(len(getattr(each, kind) or ()) for kind in kinds)
+    return found
 
 
 def refuse_changed(changed: Sequence[ChangedConstant]) -> None:

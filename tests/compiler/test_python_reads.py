@@ -157,6 +157,32 @@ def test_a_change_in_the_model_is_an_error_in_later_steps_too() -> None:
         parallel(BATCH)
 
 
+def test_hooks_that_the_model_gets_later_are_named_in_a_warning() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def doubled(gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+    model[0].weight.register_hook(doubled)
+    parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
+    for module in (model, parallel):
+        module(BATCH).sum().backward()
+        module[0].bias.register_hook(doubled)
+    torch.testing.assert_close(parallel[0].weight.grad, model[0].weight.grad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel(BATCH)
+    model[1].weight.register_hook(doubled)
+    model[1].register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.warns(UserWarning, match=r"hooks were registered on model\.1, model\.1\.weight after .*parallel\.1"):
+        for _ in range(2):
+            parallel(BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            parallel(BATCH)
+
+
 @pytest.mark.parametrize("name", SHARED)
 def test_a_change_of_what_both_share_takes_another_step(name: str, compiled: tuple[Model, Any]) -> None:
     model, parallel = compiled
