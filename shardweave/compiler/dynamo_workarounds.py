@@ -293,11 +293,28 @@ def _tensor_attributes_set() -> Patch:
 def _numpy_numbers() -> Patch:
     """Let Dynamo take numbers of numpy as Python's: those of the model, and those that numpy computes from constants.
 
-    It makes tensors of them, which are no numbers for ``float(...)`` or ``range(...)``.
+    It makes tensors of them, which are no numbers for ``float(...)`` or ``range(...)``. A method that Python's numbers
+    do not have, such as `astype`, is numpy's.
     """
     variables: Any = torch._dynamo.variables
-    builder, function = variables.builder.VariableBuilder, variables.NumpyVariable
+    builder, function, constant = variables.builder.VariableBuilder, variables.NumpyVariable, variables.ConstantVariable
     wrap, call = builder._wrap, function.call_function
+    attribute, method = constant.const_getattr, constant.call_method
+
+    def is_of_numpy(value: Any, name: str) -> bool:
+        is_number = type(value) in (bool, int, float) and not hasattr(value, name)
+        return is_number and callable(getattr(np.generic, name, None))
+
+    def const_getattr(self: Any, tx: Any, name: str) -> Any:
+        if is_of_numpy(self.value, name):
+            raise NotImplementedError  # as for methods of Python's numbers: Dynamo calls `call_method`
+        return attribute(self, tx, name)
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if not is_of_numpy(self.value, name) or not all(each.is_python_constant() for each in args) or kwargs:
+            return method(self, tx, name, args, kwargs)
+        found = getattr(np.asarray(self.value)[()], name)(*(each.as_python_constant() for each in args))
+        return variables.VariableTracker.build(tx, found.item() if isinstance(found, np.generic) else found)
 
     def wrapped(self: Any, value: Any) -> Any:
         return wrap(self, value.item() if isinstance(value, (np.number, np.bool_)) else value)
@@ -312,7 +329,11 @@ def _numpy_numbers() -> Patch:
                 return variables.ConstantVariable.create(found.item() if isinstance(found, np.generic) else found)
         return call(self, tx, args, kwargs)
 
-    return together(mock.patch.object(builder, "_wrap", wrapped), mock.patch.object(function, "call_function", called))
+    return together(
+        mock.patch.object(builder, "_wrap", wrapped),
+        mock.patch.object(function, "call_function", called),
+        mock.patch.multiple(constant, const_getattr=const_getattr, call_method=call_method),
+    )
 
 
 def _names_of_torch() -> Patch:

@@ -369,7 +369,8 @@ def test_a_tensor_in_a_closure_is_followed() -> None:
 def test_what_numpy_computes_from_constants_is_a_constant() -> None:
     def use(x: Tensor, value: Any) -> Tensor:
         size = float(numpy.sqrt(x.shape[-1])) * int(numpy.prod(x.shape)) * numpy.float64(value)
-        return x * size * numpy.clip(3, 0, 2) * numpy.log(2.0)
+        steps = 2 * numpy.ceil(numpy.log(x.shape[-1])).astype("int").item()
+        return x * size * numpy.clip(3, 0, 2) * numpy.log(2.0) * sum(1.0 for _ in range(steps))
 
     model = Reading(0.5, use)
     parallel: Any = sw.compile_parallel(model, sw.Cluster.local(1), BATCH, progress=False)
