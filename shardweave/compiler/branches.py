@@ -8,7 +8,8 @@ Selections
     (`branches_selected`; `branch_selection` does it).
 
 Numbers
-    A branch on a number that depends on tensors, such as ``x.amax().item() > 9``, is one on a tensor.
+    A branch on a number that depends on tensors, such as ``x.amax().item() > 9``, is one on a tensor. So is an index
+    ``t`` of ``x[t] += y``.
 
 Loops
     A loop over ``x.nonzero()`` is one over all places of x, where a branch skips those that are zero (`_all_places`).
@@ -73,8 +74,34 @@ def branches_traced(form: Callable[[Any, Any, bool, Jump], None]) -> Iterator[No
 
         return branch
 
-    with _instructions_traced(dict.fromkeys(_BRANCHES, patched)):
+    with _instructions_traced({**dict.fromkeys(_BRANCHES, patched), "BINARY_SUBSCR": _augmented_subscript}):
         yield
+
+
+def _augmented_subscript(_: str, subscript: Jump) -> Jump:
+    """Traces what reads ``x[t]`` of ``x[t] += y``, where t is a number of a tensor, with t as a tensor.
+
+    What is read then is a copy that is assigned afterwards (see `numbers_of_buffers`), not a view at an open place.
+    """
+
+    variables: Any = torch._dynamo.variables
+
+    def select(self: Any, instruction: Any) -> None:
+        before = self.instructions[max(self.instruction_pointer - 3, 0) : self.instruction_pointer - 1]
+        is_augmented = [(each.opname, each.arg) for each in before] == [("COPY", 2)] * 2
+        if is_augmented and isinstance(self.stack[-2].realize(), variables.TensorVariable):
+            index = self.stack[-1].realize()
+            is_tuple = isinstance(index, variables.TupleVariable)
+            parts = [part.realize() for part in (index.items if is_tuple else [index])]
+            are_numbers = [isinstance(part, variables.SymNodeVariable) for part in parts]
+            for place, part in enumerate(parts):
+                if are_numbers[place]:
+                    parts[place] = _as_tensor(self, part.as_proxy(), torch.int64)
+            if any(are_numbers):
+                self.stack[-1] = self.stack[-3] = variables.TupleVariable(parts) if is_tuple else parts[0]
+        return subscript(self, instruction)
+
+    return select
 
 
 @contextlib.contextmanager
@@ -116,7 +143,14 @@ def _known_or_tensor(translator: Any, number: Any) -> Any:
         value = number.as_proxy()
         if is_bool:
             value = wrap(translator, output.create_proxy("call_function", torch.sym_ite, (value, 1, 0), {})).as_proxy()
-        return wrap(translator, output.create_proxy("call_function", torch.scalar_tensor, (value,), {}))
+        return _as_tensor(translator, value)
+
+
+def _as_tensor(translator: Any, number: Any, dtype: torch.dtype | None = None) -> Any:
+    """A number of the graph as a tensor of one element."""
+    options = {} if dtype is None else {"dtype": dtype}
+    made = translator.output.create_proxy("call_function", torch.scalar_tensor, (number,), options)
+    return torch._dynamo.variables.builder.wrap_fx_proxy(translator, made)
 
 
 @contextlib.contextmanager

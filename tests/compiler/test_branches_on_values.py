@@ -465,6 +465,10 @@ class Indexed(nn.Module):
         self.means[:, self.step % 2] *= 0.5
         hidden = hidden + self.means.mean((0, 1))
         hidden[:, place] += x[:, 0]
+        number, other = int(self.step % 2), self.table[0].sum(0).argmin().item()
+        self.means[:, number, 1:3] += 0.25
+        self.means[number] /= 2
+        hidden[:, other] -= x[:, 1]
         for row in range(2):
             hidden[:, self.table[row].sum(0).argmin(), None] /= 1 + x[:, row : row + 1].square()
         return (self.up(hidden + x[:, place][:, None]) * torch.linspace(1, 2, 5)[self.step]).square().mean()
