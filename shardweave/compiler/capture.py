@@ -37,7 +37,8 @@ from shardweave.compiler.capture_errors import (
 )
 from shardweave.compiler.constants import fold_constant_masks, numbers_of_buffers, storage_of
 from shardweave.compiler.dynamo_workarounds import inputs_made_leaves, objects_as_arguments, traceable
-from shardweave.compiler.guards import after_a_call, assigned_buffers, attributes_refused, reads_of, recorded_effects
+from shardweave.compiler.effects import attributes_refused, recorded_effects
+from shardweave.compiler.guards import after_a_call, assigned_buffers, reads_of
 from shardweave.compiler.joint_graph import (
     asserts_as_values,
     cast,

@@ -44,7 +44,14 @@ from shardweave.ir import (
     outermost_first,
     readable_bytes,
 )
-from shardweave.passes import Annotated, Compiled
+from shardweave.passes import (
+    Annotated,
+    Compiled,
+    Samples,
+    check_local_batch,
+    global_example,
+    inputs_with_first_size,
+)
 from shardweave.planner import (
     MAX_CACHED_SHARDED_GRAPHS,
     MAX_CACHED_SIMULATIONS,
@@ -71,7 +78,7 @@ from shardweave.runtime import (
     call_text,
     named_tensors,
 )
-from shardweave.sharding import Samples, check_local_batch, global_example, idle_axes, inputs_with_first_size
+from shardweave.sharding import idle_axes
 
 _NO_LIMIT = 2**60
 _OP_PROFILE_SECONDS = 20.0

@@ -9,7 +9,15 @@ from shardweave.passes.pipeline import Compiled, Shards, layer_multiplicity, low
 from shardweave.passes.quantize import QUANTIZATION_BLOCK, quantization_stages
 from shardweave.passes.recompute import recompute_fusible, region_of
 from shardweave.passes.schedule import RepeatedLayers, layer_outputs
-from shardweave.passes.step_boundary import Annotated, annotate, join_names
+from shardweave.passes.step_boundary import (
+    Annotated,
+    Samples,
+    annotate,
+    check_local_batch,
+    global_example,
+    inputs_with_first_size,
+    join_names,
+)
 
 __all__ = [
     "FULL_BUCKET_RATIO",
@@ -18,10 +26,14 @@ __all__ = [
     "Compiled",
     "MicroBatchGraphs",
     "RepeatedLayers",
+    "Samples",
     "Shards",
     "Step",
     "annotate",
+    "check_local_batch",
+    "global_example",
     "graph_hash",
+    "inputs_with_first_size",
     "join_names",
     "layer_multiplicity",
     "layer_outputs",

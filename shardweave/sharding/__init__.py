@@ -74,7 +74,6 @@ from shardweave.sharding.rules.index import writes_by_mask
 from shardweave.sharding.rules.matmul import LINEAR_IN_EACH, LINEAR_IN_FIRST, linear_in, masks_with_zeros
 from shardweave.sharding.rules.pointwise import draws
 from shardweave.sharding.rules.registry import EVERY, Rule, argument, argument_names, rule, shape, tensor_args
-from shardweave.sharding.samples import Samples, check_local_batch, global_example, inputs_with_first_size
 
 __all__ = [
     "ColumnRowStrategies",
@@ -91,7 +90,6 @@ __all__ = [
     "Role",
     "Rule",
     "LayerRun",
-    "Samples",
     "accept_own_partials",
     "alias_of",
     "argument",
@@ -115,7 +113,6 @@ __all__ = [
     "find_rule",
     "find_layer_runs",
     "idle_axes",
-    "inputs_with_first_size",
     "deduplicate_layers",
     "follow",
     "gathers_parameter",
@@ -135,12 +132,10 @@ __all__ = [
     "modules_around",
     "node_nodes",
     "unmatched_pattern_error",
-    "global_example",
     "op_arguments",
     "op_name",
     "op_of",
     "passing_sums",
-    "check_local_batch",
     "rule",
     "shape",
     "signature",
