@@ -128,7 +128,6 @@ def recorded_effects() -> Iterator[Effects]:
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator
     from torch._dynamo.variables import ConstDictVariable, TensorVariable, TorchInGraphFunctionVariable, VariableTracker
-    from torch._dynamo.variables.builtin import GetAttrBuiltinVariable, HasAttrBuiltinVariable
     from torch._dynamo.variables.iter import IteratorVariable
 
     effects = Effects()
@@ -159,8 +158,11 @@ def recorded_effects() -> Iterator[Effects]:
 
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     is_enabled, of_tensor = handlers[torch.is_grad_enabled], TensorVariable.method_attr_requires_grad
-    of_real, got = TensorVariable.dynamic_getattr, GetAttrBuiltinVariable._call_getattr
-    has_attribute = HasAttrBuiltinVariable.call_function
+    of_real = TensorVariable.dynamic_getattr
+    # Before torch 2.13 Dynamo has no such kinds, and its own guards are all that is known of attributes.
+    builtin: Any = torch._dynamo.variables.builtin
+    getting, testing = (getattr(builtin, f"{kind}BuiltinVariable", None) for kind in ("GetAttr", "HasAttr"))
+    got, has_attribute = getattr(getting, "_call_getattr", None), getattr(testing, "call_function", None)
     of_table = ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def note_grad_mode(tx: Any) -> None:
@@ -202,12 +204,12 @@ def recorded_effects() -> Iterator[Effects]:
     def call_hasattr(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if len(args) == 2:
             note_look(tx, args[0], args[1])
-        return has_attribute(self, tx, args, kwargs)
+        return has_attribute(self, tx, args, kwargs)  # type: ignore[misc]
 
     def call_getattr(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         note_look(tx, args[0], args[1])
         try:
-            return got(self, tx, args, kwargs)
+            return got(self, tx, args, kwargs)  # type: ignore[misc]
         except ObservedAttributeError:
             if args[0].source is not None:
                 has = functools.partial(GuardBuilder.HASATTR, attr=args[1].as_python_constant())
@@ -233,21 +235,26 @@ def recorded_effects() -> Iterator[Effects]:
 
         return told
 
-    functions = {state: operator.attrgetter(state)(torch) for state in _STATES}
+    functions: dict[str, Any] = {}
+    for state in _STATES:
+        with contextlib.suppress(AttributeError):  # of another version of torch
+            functions[state] = operator.attrgetter(state)(torch)
     states = {function: state_of(state, function) for state, function in functions.items()}
     folding: Any = torch._dynamo.variables.torch
     folded = {key: value for key, value in folding.constant_fold_functions.items() if key not in states}
     with (
+        contextlib.ExitStack() as stack,
         mock.patch.object(OutputGraph, name, noted),
         mock.patch.object(translator, "build_inline_tracer", staticmethod(build_inline_tracer)),
         mock.patch.object(folding, "constant_fold_functions", folded),  # before it asks for handlers
         mock.patch.dict(handlers, {**states, torch.is_grad_enabled: is_grad_enabled}),
         mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad),
         mock.patch.object(TensorVariable, "dynamic_getattr", dynamic_getattr),
-        mock.patch.object(GetAttrBuiltinVariable, "_call_getattr", call_getattr),
-        mock.patch.object(HasAttrBuiltinVariable, "call_function", call_hasattr),
         mock.patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", getitem),
     ):
+        if got and has_attribute:
+            stack.enter_context(mock.patch.object(getting, "_call_getattr", call_getattr))
+            stack.enter_context(mock.patch.object(testing, "call_function", call_hasattr))
         yield effects
 
 
