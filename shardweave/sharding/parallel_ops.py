@@ -459,8 +459,8 @@ def unmatched_pattern_error(option: str, pattern: str, ops: Sequence[Op]) -> Pla
     for companion, owner in companions.items():
         if any(fnmatchcase(name, pattern) for name in (companion, companion.rpartition(".")[0])):
             return PlanError(
-                f"{option}[{pattern!r}] names {companion}, which has no op of its own: it is sharded as {owner} is; "
-                "name that"
+                f"{option}[{pattern!r}] matches no op of the model: {companion} is sharded as the op {owner} is, so "
+                f"name {owner} instead. Modules that share a weight are one op, which has the name of the first of them"
             )
     names = [op.name for op in ops]
     near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:5]
