@@ -1,4 +1,4 @@
-"""What is a constant of a captured step: attention masks that depend on no input, and numbers of buffers.
+"""What is a constant of a captured step: attention masks that depend on no input, numbers of buffers, and sizes.
 
 Masks are computed once, while a step is captured. The causal mask becomes ``is_causal=True``, and a mask that hides
 nothing is left out: attention then takes its fast kernels, which have no mask. Models of `transformers` leave such
@@ -7,8 +7,8 @@ masks out in eager mode, where they look at the values, but build them whenever 
 Such masks repeat one value along the batch, and parts of them along rows or columns. Each value is stored once: a mask
 of 64 sequences of 8,192 tokens takes 64 MiB, not 4 GiB.
 
-Numbers that a forward computes from buffers alone, and branches on them, are those of the capture. Each call compares
-the buffers with what they were (`guards.reads_of`).
+Numbers that a forward computes from buffers alone, branches on them, and the sizes of what masks of buffers select are
+those of the capture. Each call compares the buffers with what they were (`guards.reads_of`).
 """
 
 from __future__ import annotations
