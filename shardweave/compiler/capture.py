@@ -222,6 +222,7 @@ def _joint_graph(
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         # Dynamo makes a size dynamic that differs from an earlier capture's; a step has the sizes of its inputs.
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True))
+        # 1. Take fake tensors for the model's on the meta device, and for the inputs.
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         if any(parameter.is_meta for parameter in model.parameters()):
             devices = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -232,21 +233,21 @@ def _joint_graph(
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, fake), (args, kwargs))
         if precision is not None and precision.cast_forward_inputs and precision.param_dtype is not None:
             args, kwargs = cast(arguments_opened(args, kwargs), precision.param_dtype)  # see cast_inputs_inside
-        leaves = pytree.tree_leaves(arguments_opened(args, kwargs))
+        opened = arguments_opened(args, kwargs)  # Dynamo traces the objects themselves, AOTAutograd their tensors
+        leaves = pytree.tree_leaves(opened)
         for leaf in (leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants):
             leaf.requires_grad_()
+        # 2. Let Dynamo trace what it does not by itself.
         backward_hooks_as_tensor_hooks(model)
         stack.enter_context(traceable(model))
         stack.enter_context(objects_as_arguments())
-        opened = arguments_opened(args, kwargs)  # Dynamo traces the objects themselves, AOTAutograd their tensors
-        given = [leaf for leaf in pytree.tree_leaves(opened) if isinstance(leaf, Tensor)]
-        stack.enter_context(inputs_made_leaves(given))
+        stack.enter_context(inputs_made_leaves([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
         stack.enter_context(assigned_buffers(model))
         changing = set[int]()
         fixed = stack.enter_context(numbers_of_buffers(changing))
         stack.enter_context(working_copies(model, precision, fake))
+        # 3. Trace the forward, and refuse what a step would not do.
         # Not under `fake`: Dynamo makes its own mode, and under another one it mistakes buffers that are views.
-        leaves = pytree.tree_leaves(opened)
         with recorded_effects() as effects, attributes_refused(model, effects, names, leaves, real):
             module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
             while written := {key for key, value in fixed.items() if storage_of(value) in effects.storages}:
@@ -255,7 +256,9 @@ def _joint_graph(
                 module = dynamo_graph_capture_for_export(model)(*args, **kwargs)
         reads, changes, containers = reads_of(module, model, effects, fixed)
         asked = effects.asked_of(leaves)
-        for calls in (1, _MANY_CALLS) if containers else (1,) if changes else ():
+        # A list grows from call to call: what a forward computes of it may be another after many of them.
+        after = [1] * bool(changes or containers) + [_MANY_CALLS] * bool(containers)
+        for calls in after:
             with after_a_call([*changes, *containers], calls), recorded_effects() as later:
                 again = dynamo_graph_capture_for_export(model)(*args, **kwargs)
                 still = bool(changes) and calls == 1 and reads_of(again, model, later, fixed)[1]
@@ -263,12 +266,13 @@ def _joint_graph(
                 raise (changes[0] if changes else containers[0]).error
         if changes:
             reads = reads.without({change.shown for change in changes})  # a call of the model itself sets them
+        # 4. Trace the backward with it. It takes half of the time: what AOTAutograd made of the same graph is taken
+        #    from an earlier run.
         _name_once(module)
         fold_constant_masks(module.graph)
         module.recompile()
         _copy_returned_aliases(module)
         stack.enter_context(torch._guards.tracing(module.meta["tracing_context"]))
-        # AOTAutograd takes half of the time. What it made of the same graph is taken from an earlier run.
         traced = trace_key(module, *opened)
         if traced and (known := cached_graph(traced[0], module.meta["tracing_context"].fake_mode)):
             return known, traced[1], reads, asked
