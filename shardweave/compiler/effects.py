@@ -117,20 +117,18 @@ def attributes_refused(
 
 @contextlib.contextmanager
 def recorded_effects() -> Iterator[Effects]:
-    """While this runs, record the writes to attributes and containers that Dynamo traces, and reads of the grad mode.
+    """While this runs, record what a forward that Dynamo traces does beside its results, and what it reads."""
+    effects = Effects()
+    with _changes_recorded(effects), _states_recorded(effects), _lookups_recorded(effects):
+        yield effects
 
-    A forward reads the mode by `torch.is_grad_enabled`, or by ``requires_grad`` of what it computes. Torch's own code
-    reads it too, but computes the same in both modes. Attributes and keys that are missing, as in a ``try``, get
-    guards, which Dynamo leaves out.
-    """
-    from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
-    from torch._dynamo.guards import GuardBuilder, install_guard
+
+@contextlib.contextmanager
+def _changes_recorded(effects: Effects) -> Iterator[None]:
+    """Record the writes to attributes, containers and tensors, hooks, and draws."""
     from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-    from torch._dynamo.variables import ConstDictVariable, TensorVariable, TorchInGraphFunctionVariable, VariableTracker
     from torch._dynamo.variables.iter import IteratorVariable
 
-    effects = Effects()
     name = "cleanup"  # after a trace, while its side effects are still there
     inner = getattr(OutputGraph, name)
 
@@ -156,19 +154,22 @@ def recorded_effects() -> Iterator[Effects]:
                 _note_items(effects, container, tensors)
         return inner(graph, *args, **kwargs)
 
+    with mock.patch.object(OutputGraph, name, noted):
+        yield
+
+
+@contextlib.contextmanager
+def _states_recorded(effects: Effects) -> Iterator[None]:
+    """Record reads of environment variables, of the grad mode, and of torch's other states.
+
+    A forward reads the mode by `torch.is_grad_enabled`, or by ``requires_grad`` of what it computes. Torch's own code
+    reads it too, but computes the same in both modes.
+    """
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+    from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable, VariableTracker
+
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     is_enabled, of_tensor = handlers[torch.is_grad_enabled], TensorVariable.method_attr_requires_grad
-    of_real = TensorVariable.dynamic_getattr
-    # Before torch 2.13 Dynamo has no such kinds, and its own guards are all that is known of attributes.
-    builtin: Any = torch._dynamo.variables.builtin
-    getting, testing = (getattr(builtin, f"{kind}BuiltinVariable", None) for kind in ("GetAttr", "HasAttr"))
-    got, has_attribute = getattr(getting, "_call_getattr", None), getattr(testing, "call_function", None)
-    of_table = ConstDictVariable.getitem_const_raise_exception_if_absent
-
-    def note_grad_mode(tx: Any) -> None:
-        if str(tx.f_globals.get("__name__", "")).split(".")[0] != "torch":
-            effects.grad_modes.add(torch.is_grad_enabled())
-
     translator: Any = InliningInstructionTranslator
     inlined = translator.build_inline_tracer
 
@@ -180,6 +181,10 @@ def recorded_effects() -> Iterator[Effects]:
             effects.environment.add(None)
         return inlined(parent, function, args, *others, **kwargs)
 
+    def note_grad_mode(tx: Any) -> None:
+        if str(tx.f_globals.get("__name__", "")).split(".")[0] != "torch":
+            effects.grad_modes.add(torch.is_grad_enabled())
+
     def is_grad_enabled(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         note_grad_mode(tx)
         return is_enabled(self, tx, *args, **kwargs)
@@ -188,6 +193,51 @@ def recorded_effects() -> Iterator[Effects]:
         if self.source is None:
             note_grad_mode(tx)
         return of_tensor(self, tx)
+
+    def state_of(state: str, function: Any) -> Any:
+        known = handlers.get(function)
+
+        def told(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            given = [each.as_python_constant() for each in args]
+            named = {key: each.as_python_constant() for key, each in kwargs.items()}
+            texts = *map(repr, given), *(f"{key}={value!r}" for key, value in named.items())
+            effects.states.add(f"{state}({', '.join(texts)})")
+            return known(self, tx, *args) if known else VariableTracker.build(tx, function(*given, **named))
+
+        return told
+
+    functions: dict[str, Any] = {}
+    for state in _STATES:
+        with contextlib.suppress(AttributeError):  # of another version of torch
+            functions[state] = operator.attrgetter(state)(torch)
+    states = {function: state_of(state, function) for state, function in functions.items()}
+    folding: Any = torch._dynamo.variables.torch
+    folded = {key: value for key, value in folding.constant_fold_functions.items() if key not in states}
+    with (
+        mock.patch.object(translator, "build_inline_tracer", staticmethod(build_inline_tracer)),
+        mock.patch.object(folding, "constant_fold_functions", folded),  # before it asks for handlers
+        mock.patch.dict(handlers, {**states, torch.is_grad_enabled: is_grad_enabled}),
+        mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _lookups_recorded(effects: Effects) -> Iterator[None]:
+    """Record what the user's own code asks objects and tensors for, where Dynamo has no guards.
+
+    Attributes and keys that are missing, as in a ``try``, get guards, which Dynamo leaves out.
+    """
+    from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables import ConstDictVariable, TensorVariable
+
+    of_real = TensorVariable.dynamic_getattr
+    # Before torch 2.13 Dynamo has no such kinds, and its own guards are all that is known of attributes.
+    builtin: Any = torch._dynamo.variables.builtin
+    getting, testing = (getattr(builtin, f"{kind}BuiltinVariable", None) for kind in ("GetAttr", "HasAttr"))
+    got, has_attribute = getattr(getting, "_call_getattr", None), getattr(testing, "call_function", None)
+    of_table = ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def dynamic_getattr(self: Any, tx: Any, name: str) -> Any:
         if self.source is not None and not hasattr(nn.Parameter, name):
@@ -223,39 +273,15 @@ def recorded_effects() -> Iterator[Effects]:
             self.install_dict_contains_guard(tx, [key])
             raise
 
-    def state_of(state: str, function: Any) -> Any:
-        known = handlers.get(function)
-
-        def told(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            given = [each.as_python_constant() for each in args]
-            named = {key: each.as_python_constant() for key, each in kwargs.items()}
-            texts = *map(repr, given), *(f"{key}={value!r}" for key, value in named.items())
-            effects.states.add(f"{state}({', '.join(texts)})")
-            return known(self, tx, *args) if known else VariableTracker.build(tx, function(*given, **named))
-
-        return told
-
-    functions: dict[str, Any] = {}
-    for state in _STATES:
-        with contextlib.suppress(AttributeError):  # of another version of torch
-            functions[state] = operator.attrgetter(state)(torch)
-    states = {function: state_of(state, function) for state, function in functions.items()}
-    folding: Any = torch._dynamo.variables.torch
-    folded = {key: value for key, value in folding.constant_fold_functions.items() if key not in states}
     with (
-        contextlib.ExitStack() as stack,
-        mock.patch.object(OutputGraph, name, noted),
-        mock.patch.object(translator, "build_inline_tracer", staticmethod(build_inline_tracer)),
-        mock.patch.object(folding, "constant_fold_functions", folded),  # before it asks for handlers
-        mock.patch.dict(handlers, {**states, torch.is_grad_enabled: is_grad_enabled}),
-        mock.patch.object(TensorVariable, "method_attr_requires_grad", requires_grad),
         mock.patch.object(TensorVariable, "dynamic_getattr", dynamic_getattr),
         mock.patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", getitem),
+        contextlib.ExitStack() as stack,
     ):
         if got and has_attribute:
             stack.enter_context(mock.patch.object(getting, "_call_getattr", call_getattr))
             stack.enter_context(mock.patch.object(testing, "call_function", call_hasattr))
-        yield effects
+        yield
 
 
 def _is_from_outside(variable: Any) -> bool:
