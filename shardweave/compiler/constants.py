@@ -249,7 +249,7 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
             raise RuntimeError(f"random {DRAWN}")
         if any(storage_of(value) in changing for value in sources.values()):
             return None
-        taken.update(sources)
+        taken.update(sources if found is not None else {})
         return found
 
     def number(node: fx.Node) -> Any:
@@ -355,30 +355,37 @@ def _of_known_size(node: fx.Node, constant: Callable[[Any, Callable[[Any], Any]]
     None if its size depends on no values, or on more than ``constant(source, numbers_of)`` knows.
     """
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    given: tuple[Any, ...] = node.args
     if node.target in (operator.getitem, operator.setitem):
-        index, value = (node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)), node.args[-1]
-        if node.target is operator.setitem and not (isinstance(value, fx.Node) and value.meta["example_value"].dim()):
-            return None  # which is written where the mask is, whatever it selects
-        examples = [each.meta.get("example_value") if isinstance(each, fx.Node) else None for each in index]
-        are_masks = [isinstance(each, Tensor) and each.dtype == torch.bool and each.dim() > 0 for each in examples]
+        if node.target is operator.setitem and _num_dims(given[2]) < 1:
+            return None  # a number, which is written where the mask is, whatever it selects
+        index = given[1] if isinstance(given[1], tuple) else (given[1],)
+        are_masks = [_num_dims(each) > 0 and each.meta["example_value"].dtype == torch.bool for each in index]
         counts = [constant(each, _count_nonzero) if is_mask else None for each, is_mask in zip(index, are_masks)]
         if any(are_masks) and [count is not None for count in counts] == are_masks:
             target = _selected_by_masks if node.target is operator.getitem else _assign_by_masks
             return _Form(target, (tuple(counts),))
-    elif name in ("nonzero", "argwhere") or (name == "where" and len(node.args) == 1):
-        if (count := constant(node.args[0], _count_nonzero)) is not None:
+    elif name in ("nonzero", "argwhere") or (name == "where" and len(given) == 1):
+        if (count := constant(given[0], _count_nonzero)) is not None:
             return _Form(_nonzero, (count,), {"as_tuple": True} if name == "where" else {})
-    elif name == "masked_select" and len(node.args) == 2 and isinstance(node.args[1], fx.Node):
-        shapes = [each.meta["example_value"].shape for each in node.all_input_nodes]
-        shape: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-        if (count := constant(node.args[1], lambda mask: _count_nonzero(mask.expand(shape)))) is not None:
+    elif name == "masked_select" and len(given) == 2 and _num_dims(given[0]) >= 0:
+        broadcast: Callable[..., torch.Size] = torch.broadcast_shapes
+        size = given[0].meta["example_value"].shape
+        count = constant(given[1], lambda mask: _count_nonzero(mask.expand(broadcast(size, mask.shape))))
+        if count is not None:
             return _Form(_masked_select, (count,))
     elif name == "repeat_interleave" and node.kwargs.get("output_size") is None:
-        repeats = node.kwargs.get("repeats", node.args[min(1, len(node.args) - 1)])
-        several = isinstance(repeats, fx.Node) and repeats.meta["example_value"].numel() > 1
-        if several and (count := constant(repeats, lambda value: int(value.sum()))) is not None:
+        repeats = node.kwargs.get("repeats", given[min(1, len(given) - 1)])
+        count = constant(repeats, lambda value: int(value.sum()) if value.numel() > 1 else None)
+        if count is not None:
             return _Form(torch.repeat_interleave, (), {"output_size": count})
     return None
+
+
+def _num_dims(value: Any) -> int:
+    """The number of dimensions of a tensor in Dynamo's graph; -1 for others, such as numbers."""
+    example = value.meta.get("example_value") if isinstance(value, fx.Node) else None
+    return example.dim() if isinstance(example, Tensor) else -1
 
 
 def _count_nonzero(x: Any) -> int:
