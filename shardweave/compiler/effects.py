@@ -236,7 +236,8 @@ def _lookups_recorded(effects: Effects) -> Iterator[None]:
     # Before torch 2.13 Dynamo has no such kinds, and its own guards are all that is known of attributes.
     builtin: Any = torch._dynamo.variables.builtin
     getting, testing = (getattr(builtin, f"{kind}BuiltinVariable", None) for kind in ("GetAttr", "HasAttr"))
-    got, has_attribute = getattr(getting, "_call_getattr", None), getattr(testing, "call_function", None)
+    got: Any = getattr(getting, "_call_getattr", None)
+    has_attribute: Any = getattr(testing, "call_function", None)
     of_table = ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def dynamic_getattr(self: Any, tx: Any, name: str) -> Any:
@@ -254,12 +255,12 @@ def _lookups_recorded(effects: Effects) -> Iterator[None]:
     def call_hasattr(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if len(args) == 2:
             note_look(tx, args[0], args[1])
-        return has_attribute(self, tx, args, kwargs)  # type: ignore[misc]
+        return has_attribute(self, tx, args, kwargs)
 
     def call_getattr(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         note_look(tx, args[0], args[1])
         try:
-            return got(self, tx, args, kwargs)  # type: ignore[misc]
+            return got(self, tx, args, kwargs)
         except ObservedAttributeError:
             if args[0].source is not None:
                 has = functools.partial(GuardBuilder.HASATTR, attr=args[1].as_python_constant())

@@ -43,9 +43,9 @@ _TENSORS = re.compile(r"\._(?:parameters|buffers)\['\w+'\]$")
 _ATTRIBUTE_OF_TENSOR = re.compile(r"\._(?:parameters|buffers)\['\w+'\]\.(\w+)")
 """An attribute of a parameter or buffer."""
 _KEY_GUARDS = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
+_LENGTH_GUARDS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
 _MAX_NUMBERS = 64
 """Of a buffer of more elements each call compares a hash, taken where torch counts a new version, not all of them."""
-_LENGTH_GUARDS = {"SEQUENCE_LENGTH", "LIST_LENGTH", "TUPLE_LENGTH", "DICT_LENGTH"}
 
 
 @dataclass(frozen=True)

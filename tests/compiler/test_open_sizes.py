@@ -628,12 +628,9 @@ def test_a_size_that_follows_from_constants_is_known(name: str) -> None:
     parallel: Any = sw.compile_parallel(copy.deepcopy(model), sw.Cluster.local(1), x, progress=False)
     assert not any("region" in str(node.target) for node in capture(model, x).graph.graph.nodes)
     for change in (False, True):
-        if change:  # the values of buffers are compared in each call
-            for module in (model, parallel):
-                module.rows.copy_(~model.rows if module is model else model.rows)
-                module.counts.copy_(model.counts.flip(0) if module is model else model.counts)
-                module.mask.copy_(~model.mask if module is model else model.mask)
-                module.large.copy_(~model.large if module is model else model.large)
+        for path, buffer in model.named_buffers() if change else ():  # their values are compared in each call
+            buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer.flip(0))
+            parallel.get_buffer(path).copy_(buffer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is compiled again
             results = [module(x) for module in (model, parallel)]
