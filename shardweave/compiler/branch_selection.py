@@ -586,19 +586,39 @@ def _is_written(value: Any, since: fx.Node) -> bool:
     """Whether a tensor may be written in place after a node of the graph, up to its end."""
     storages = _storages(value.meta["example_value"])
     for node in itertools.takewhile(lambda node: node is not since, reversed(since.graph.nodes)):
-        name = _name(node)
-        in_place = name == "setitem" or name.endswith("_") or name in IN_PLACE_OPERATORS or "out" in node.kwargs
         given = [each for each in (*node.args[:1], node.kwargs.get("out")) if isinstance(each, fx.Node)]
-        if in_place and storages & _storages([each.meta.get("example_value") for each in given]):
+        if writes_in_place(node) and storages & _storages([each.meta.get("example_value") for each in given]):
             return True
     return False
 
 
-IN_PLACE_OPERATORS = (
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
-    "irshift",
+AUGMENTED_ASSIGNMENTS = frozenset(
+    getattr(operator, name)
+    for name in (
+        "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
+        "irshift",
+    )
 )  # fmt: skip
-"""What writes in place of Python's operators, as ``x /= y``."""
+"""The functions of Python's augmented assignments, as ``x /= y``, which write into a tensor."""
+_WRITING_OPERATORS = frozenset({operator.setitem, *AUGMENTED_ASSIGNMENTS})
+
+
+def writes_in_place(node: fx.Node) -> bool:
+    """Whether a call of a torch function or method in a traced graph may write into an argument.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> [writes_in_place(node) for node in (x, graph.call_method("add_", (x, 1)), graph.call_method("add", (x, 1)))]
+    [False, True, False]
+    """
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if getattr(node.target, "__module__", "") == "_operator":  # where `and_` is no method of a tensor
+        return node.target in _WRITING_OPERATORS
+    name = _name(node)
+    if name.endswith("__"):
+        return name.strip("_") in {each.__name__ for each in _WRITING_OPERATORS}
+    return name.endswith("_") or "out" in node.kwargs
 
 
 def _integer(variable: Any) -> Any:

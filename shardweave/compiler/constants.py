@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardweave.compiler.branch_selection import IN_PLACE_OPERATORS
+from shardweave.compiler.branch_selection import AUGMENTED_ASSIGNMENTS, writes_in_place
 from shardweave.compiler.branches import Jump, branches_traced
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -36,8 +36,6 @@ _MAX_BYTES = 2**30
 DRAWN = "draws another number in each call, and a step would repeat one number"
 INDEXED = "what is indexed by a tensor, or the result, is written in place later"
 _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64}
-_AUGMENTED = {getattr(operator, name) for name in IN_PLACE_OPERATORS}
-_WRITES = {operator.setitem, *_AUGMENTED}
 
 
 class NotConstantError(Exception):
@@ -131,19 +129,11 @@ def _constant_nodes(graph: fx.Graph) -> list[fx.Node] | None:
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        if _writes(node) and any(source in constants for source in node.all_input_nodes):
+        if writes_in_place(node) and any(source in constants for source in node.all_input_nodes):
             return None
         if all(source in constants for source in node.all_input_nodes):
             constants[node] = None
     return list(constants)
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a call of a torch function or method may write into an argument."""
-    if getattr(node.target, "__module__", "") == "_operator":  # where `and_` is no method of a tensor
-        return node.target in _WRITES
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return "out" in node.kwargs or (name.endswith("_") and not name.endswith("__"))
 
 
 def _without_mask(mask: fx.Node, constants: Iterable[fx.Node]) -> dict[str, Any] | None:
@@ -291,7 +281,7 @@ def numbers_of_buffers(changing: Collection[int] = ()) -> Iterator[dict[Any, Ten
     def note_augmented(node: fx.Node) -> None:
         """Note an assignment ``x[t] = part`` right after ``part += y``, of the part that ``x[t]`` selected before."""
         place, index, value = node.args
-        if not isinstance(value, fx.Node) or value is not node.prev or value.target not in _AUGMENTED:
+        if not isinstance(value, fx.Node) or value is not node.prev or value.target not in AUGMENTED_ASSIGNMENTS:
             return
         for selecting, source, version, result, before in indexed:
             is_same = selecting.args == (place, index) and value.args[0] is selecting
