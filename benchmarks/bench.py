@@ -64,7 +64,7 @@ class Row:
 
 
 def measure(
-    name: str, samples: int | None, rounds: int, memory_share: float, ranks_per_host: int, measure_ops: bool
+    name: str, samples: int | None, rounds: int, memory_share: float, ranks_per_host: int, device_rates: bool
 ) -> Row:
     """What each rank does for a case."""
     case = CASES[name]
@@ -75,7 +75,7 @@ def measure(
     if memory_share < 1.0:
         whole = sw.plan(model, cluster, batch, options=sw.Options(force={"*": "dp"}), progress=False)
         limit = int(memory_share * whole.peak_memory)
-    options = sw.Options(memory_limit=limit, measure_ops=measure_ops)
+    options = sw.Options(memory_limit=limit, measure_ops=False if device_rates else "auto")
     parallel: Any = sw.compile_parallel(copy.deepcopy(model), cluster, batch, options=options, progress=False)
     steps = {"shardweave": _step(parallel, batch)}
     reference = parallel(**batch).item()
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="of the global batch; by default the case's own")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--memory-share", type=float, default=1.0, help="memory limit, as a part of what DDP needs")
-    parser.add_argument("--measure-ops", action="store_true", help="plan by times of the step's ops on this machine")
+    parser.add_argument("--device-rates", action="store_true", help="plan without times of the step's ops")
     parser.add_argument("--out", type=Path, help="also write the rows to this file, as JSON")
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -167,7 +167,7 @@ def _run_rank(given: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    settings = given.samples, given.rounds, given.memory_share, given.ranks_per_host, given.measure_ops
+    settings = given.samples, given.rounds, given.memory_share, given.ranks_per_host, given.device_rates
     rows = [measure(name, *settings) for name in given.cases]
     if dist.get_rank() == 0:
         Path(os.environ["BENCH_ROWS"]).write_text(json.dumps([asdict(row) for row in rows]))

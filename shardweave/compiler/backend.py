@@ -395,7 +395,7 @@ class _Request:
                 "the backend shardweave leaves parameters to you, whole and in your dtype, so that it takes no "
                 "precision: convert the model yourself, model.to(torch.bfloat16), or use compile_parallel"
             )
-        if given.get("measure_ops"):
+        if given.get("measure_ops") is True:
             raise ParallelError(
                 "measure_ops is for compile_parallel: the backend shardweave plans while torch traces, where no op runs"
             )

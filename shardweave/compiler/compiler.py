@@ -22,7 +22,17 @@ from shardweave.compiler.capture import capture, with_buffers
 from shardweave.compiler.capture_errors import internal_errors
 from shardweave.compiler.guards import index_checks
 from shardweave.compiler.plan_cache import SWITCH, cached_plan, is_on, plan_key, save_plan
-from shardweave.cost_model import Cluster, ClusterLike, Options, current_device, profiled_ops
+from shardweave.cost_model import (
+    Cluster,
+    ClusterLike,
+    Options,
+    current_device,
+    hardware,
+    measured_on,
+    profiled_ops,
+    save_ops,
+    saved_ops,
+)
 from shardweave.distributed import (
     Failure,
     collective,
@@ -252,17 +262,20 @@ class Compiler:
         ClusterError
             If they are to be measured, but the cluster was not.
         """
-        if not self.options.measure_ops:
+        # 1. Decide, on all ranks together.
+        if not self._measures_ops():
             return self
-        if self.cluster.measured is None:
-            raise ClusterError(
-                "measure_ops: expected a cluster that was measured on the running machine, got the figures of "
-                f"{self.cluster.name!r}. Compile for Cluster.detect(), or leave measure_ops out"
-            )
+        # 2. Take the times of an earlier run.
         plain = replace(
             self.options, force={"*": "dp"}, memory_limit=_NO_LIMIT, sub_batches=1, buckets=False, recompute="none",
             micro_batches=self.options.micro_batches or 1,
         )  # fmt: skip
+        key, timeout = plan_key(self.captured, self.cluster, plain), self.options.collective_timeout
+        with collective("reading the times of the step's ops", timeout=timeout):
+            saved = saved_ops(self.cluster, key)
+        if saved is not None:
+            return self.with_(cluster=saved)
+        # 3. Plan and lower a data parallel step, and run its ops.
         try:
             trial = self.with_(options=plain)
             step = trial.lower_on_all_ranks(trial.agreed_plan()).step
@@ -272,9 +285,33 @@ class Compiler:
             warnings.warn(f"the step's ops are not measured, as it cannot be data parallel: {error}", stacklevel=2)
             return self
         graphs = [graph for graph in (step.forward, step.backward) if graph is not None]
-        with collective("measuring the ops of the step", timeout=self.options.collective_timeout):
+        self.progress("measuring the ops of the step")
+        with collective("measuring the ops of the step", timeout=timeout):
             measured = profiled_ops(self.cluster, graphs, seconds_budget=_OP_PROFILE_SECONDS, in_step=True)
+            save_ops(measured, key)
         return self.with_(cluster=measured)
+
+    def _measures_ops(self) -> bool:
+        """Whether the step's ops are measured. Collective where that is ``"auto"``.
+
+        Raises
+        ------
+        ClusterError
+            If they are to be measured, but the cluster was not.
+        """
+        asked = self.options.measure_ops
+        if asked is True and self.cluster.measured is None:
+            raise ClusterError(
+                "measure_ops: expected a cluster that was measured on the running machine, got the figures of "
+                f"{self.cluster.name!r}. Compile for Cluster.detect(), or leave measure_ops out"
+            )
+        if asked != "auto":
+            return asked
+        if self.cluster.world_size == 1 or current_device().type != "cpu":
+            return False
+        answers = gather_from_ranks((hardware(), self.cluster.fingerprint), self.options.collective_timeout)
+        ranks, figures = zip(*answers, strict=True)
+        return len(set(figures)) == 1 and measured_on(self.cluster, list(ranks))
 
     # -- compiling
 

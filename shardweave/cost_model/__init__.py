@@ -2,7 +2,7 @@
 timeline, and the profiling of a running machine; and `Options`. May import `ir`, `distributed`, `ops` and `sharding`.
 """
 
-from shardweave.cost_model.cluster import Cluster, ClusterLike
+from shardweave.cost_model.cluster import Cluster, ClusterLike, measured_on
 from shardweave.cost_model.cluster_description import short_repr
 from shardweave.cost_model.collectives import (
     Demand,
@@ -11,7 +11,7 @@ from shardweave.cost_model.collectives import (
     crossed_level,
     group_extents,
 )
-from shardweave.cost_model.device_profile import current_device, profiled_ops
+from shardweave.cost_model.device_profile import current_device, profiled_ops, save_ops, saved_ops
 from shardweave.cost_model.kernel_scratch import allocated_bytes
 from shardweave.cost_model.machine import Device, Level, Machine
 from shardweave.cost_model.measured_tables import (
@@ -21,6 +21,7 @@ from shardweave.cost_model.measured_tables import (
     OpTable,
     OpTime,
     cache_directory,
+    hardware,
     store_cached,
     store_file,
 )
@@ -87,7 +88,11 @@ __all__ = [
     "collective_demand",
     "cache_directory",
     "current_device",
+    "hardware",
+    "measured_on",
     "profiled_ops",
+    "save_ops",
+    "saved_ops",
     "store_cached",
     "store_file",
     "collective_seconds",

@@ -180,6 +180,12 @@ def _with_coverage(cluster: M) -> M:
     return replace(cluster, measured=replace(cluster.measured, covered="\n".join(lines)))
 
 
+def measured_on(cluster: Machine, ranks: list[Any]) -> bool:
+    """Whether `cluster` was measured on ranks of this `measured_tables.hardware`."""
+    keys = [_key(cluster, ranks, effort) for effort in (FULL, BRIEF)]
+    return cluster.measured is not None and cluster.measured.key in keys
+
+
 def _key(cluster: Machine, ranks: list[Any], effort: ProfileEffort) -> str:
     levels = [[level.name, level.size] for level in cluster.levels]
     key = {"format": 4, "levels": levels, "library": cluster.library, "ranks": ranks}

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardweave.cost_model import measured_tables
 from shardweave.cost_model.cluster_description import build, describe
-from shardweave.cost_model.machine import Device, M
+from shardweave.cost_model.machine import Device, M, Machine
 from shardweave.cost_model.measured_tables import Measured, OpTable, OpTime, hardware
 from shardweave.cost_model.op_work import Work, node_work
 from shardweave.cost_model.streams import Contention
@@ -263,6 +263,23 @@ def profiled_ops(
     measured = cluster.measured or Measured()
     table = measured.ops.merged(profile_ops(graphs, device, seconds_budget, in_step=in_step, cache=cache))
     return replace(cluster, measured=replace(measured, ops=table))
+
+
+def saved_ops(cluster: M, step: str) -> M | None:
+    """`cluster` with the op times that `save_ops` saved for a step of this hardware; None without. Collective."""
+    measured, table = cluster.measured or Measured(), _cached(_name_of_step(step), OpTable.from_dict)
+    return replace(cluster, measured=replace(measured, ops=measured.ops.merged(table))) if table is not None else None
+
+
+def save_ops(cluster: Machine, step: str) -> None:
+    """Save the op times of `cluster`, so that a later run of the same step need not lower it to know its ops."""
+    name = _name_of_step(step)
+    if is_rank_zero() and cluster.measured is not None:
+        measured_tables.store_cached(name, cluster.measured.ops.to_dict())
+
+
+def _name_of_step(step: str) -> str:
+    return f"ops-of-step-{step}-{measured_tables.key_of({'ranks': gather_objects(hardware())})}"
 
 
 def _distinct_ops(graphs: Iterable[fx.Graph]) -> list[_DistinctOp]:

@@ -178,10 +178,11 @@ class Options:
         Inductor compiles the compute between collectives; the order of these stands. ``"auto"`` compiles on GPUs, and
         runs ops that Inductor cannot compile as they are, after a warning. ``True`` compiles on CPUs, too, where steps
         gain no time by it; such ops are an error then. The plan does not count what is gained. See docs/overlap.md.
-    measure_ops : bool
+    measure_ops : "auto" or bool
         `compile_parallel` measures the ops of the step on the running machine first, and plans with their times. That
-        takes up to half a minute, once on a machine. The cluster must be measured itself (`Cluster.detect()`). `plan`
-        measures nothing, as it may run anywhere. See docs/cluster.md.
+        takes up to half a minute, once for a step. ``"auto"`` measures in a world of several CPUs, for a cluster that
+        was measured in it (`Cluster.detect()`). ``True`` measures on GPUs, too, and refuses a cluster that was not
+        measured. `plan` measures nothing, as it may run anywhere. See docs/cluster.md.
     recompile_limit : int
         The most steps of one parallel module. Calls with inputs of other sizes or in another mode compile a step of
         their own, from the same plan; a call that needs one more is refused.
@@ -224,7 +225,7 @@ class Options:
     timeout: float | timedelta | None = None
     check_inputs: int | Literal["always", "never"] = 3
     inductor: Literal["auto"] | bool = "auto"
-    measure_ops: bool = False
+    measure_ops: Literal["auto"] | bool = "auto"
     recompile_limit: int = 8
     replicate_unknown_ops: bool = True
     ablation: Ablation = Ablation()

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -255,12 +255,17 @@ def test_a_cache_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyP
         assert measured_tables.write(Measured(key="abc")) is None
 
 
-def measured_ops(cache: str, rows: int, profile: bool = True, measure_ops: bool = True) -> tuple[set[str], float]:
-    """The ops that a compiled step has times of, and its predicted time."""
+def measured_ops(
+    cache: str, rows: int, profile: bool = True, measure_ops: Literal["auto"] | bool = True, devices: str = ""
+) -> tuple[set[str], float]:
+    """The ops that a compiled step has times of, and its predicted time. The cluster has the `devices`, if given."""
     prepare_rank(cache)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
     cluster, options = Cluster.detect(profile=profile), sw.Options(measure_ops=measure_ops)
+    if devices:  # as a file says that was made elsewhere
+        assert cluster.measured is not None
+        cluster = replace(cluster, measured=replace(cluster.measured, key=devices))
     plan = sw.compile_parallel(model, cluster, torch.ones(rows, 16), options=options, progress=False).plan
     measured = plan.cluster.measured or Measured()
     return {name.partition("(")[0] for name in measured.ops.times}, plan.step_time
@@ -270,8 +275,13 @@ def test_the_ops_of_a_step_are_measured_where_that_is_asked_for(pool: WorkerPool
     first, second = pool.run(measured_ops, str(tmp_path), 8, nprocs=2)
     assert first == second and {"aten.mm.default", "aten.gelu.default", "aten.gelu_backward.default"} <= first[0]
     assert pool.run(measured_ops, str(tmp_path), 8, nprocs=2) == [first, first]  # from the cache
-    (without, _), *_ = pool.run(measured_ops, str(tmp_path), 8, True, False, nprocs=2)
-    assert not without
+    assert pool.run(measured_ops, str(tmp_path), 8, True, "auto", nprocs=2) == [first, first]  # they run on CPUs
+    (of_step,) = tmp_path.glob("ops-of-step-*")
+    of_step.write_text("{")  # damaged: the times of the single ops serve
+    assert pool.run(measured_ops, str(tmp_path), 8, nprocs=2) == [first, first] and of_step.stat().st_size > 1
+    for measure_ops, profile, devices in ((False, True, ""), ("auto", False, ""), ("auto", True, "elsewhere")):
+        (without, _), *_ = pool.run(measured_ops, str(tmp_path), 8, profile, measure_ops, devices, nprocs=2)
+        assert not without
     with pytest.raises(LaunchError, match=r"expected a cluster that was measured .* Compile for Cluster\.detect"):
         pool.run(measured_ops, str(tmp_path), 8, False, True, nprocs=2)
     one, same = pool.run(measured_ops, str(tmp_path), 1, nprocs=2)  # one sample is on both ranks
