@@ -3,11 +3,12 @@
 python -m benchmarks.bench                                             # all cases at 200 Mbit/s, two hosts of a rank
 python -m benchmarks.bench --cases gpt vit --mbit 1000 --ranks-per-host 2
 python -m benchmarks.bench --cases llama-wide --memory-share 0.6       # a limit that rules out whole states
+python -m benchmarks.bench --ablations                                 # what each kind of choice is worth
 
 For each case the plan of this package and the peers (`benchmarks/peers.py`) run in the same processes, with the same
 weights and batch. First their losses are compared. Then their steps take turns, forward to optimizer, so that other
 work of the machine meets all. A row has the medians of the planned step and of the best peer, with the half of the
-range between the quartiles.
+range between the quartiles. With `--ablations` the plans that are made without a kind of choice run beside them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ SKIPPED_ROUNDS = 3
 MAX_LOSS_DIFFERENCE = 1e-4
 """A peer whose loss differs by this part of the loss or more computes something else, and is left out."""
 
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "without overlap": {"ablation": sw.Ablation(blocking=("gather", "scatter", "reduce", "broadcast", "activation"))},
+    "one sub-batch": {"sub_batches": 1},
+    "without buckets": {"buckets": False},
+    "prefetch of one": {"max_prefetch": 1},
+    "data parallel only": {"force": {"*": "dp"}},
+    "tensor parallel only": {"force": {"*": "tensor:2"}},
+    "by device rates": {"measure_ops": False},
+}
+"""Options that take a kind of choice from the planner."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -52,6 +64,8 @@ class Row:
     compute: float
     peers: dict[str, float]
     left_out: dict[str, str]
+    ablations: dict[str, float] = field(default_factory=dict)
+    """Seconds of the step of a plan without a kind of choice, by its name in `ABLATIONS`."""
 
     @property
     def best_peer(self) -> str:
@@ -64,7 +78,13 @@ class Row:
 
 
 def measure(
-    name: str, samples: int | None, rounds: int, memory_share: float, ranks_per_host: int, device_rates: bool
+    name: str,
+    samples: int | None,
+    rounds: int,
+    memory_share: float,
+    ranks_per_host: int,
+    device_rates: bool,
+    ablations: bool,
 ) -> Row:
     """What each rank does for a case."""
     case = CASES[name]
@@ -93,6 +113,8 @@ def measure(
             left_out[peer.name] = f"its loss is {loss.item():.6f}, that of the planned step {reference:.6f}"
             continue
         steps[peer.name] = _step(peer.module, peer.batch)
+    restricted = _restricted_steps(model, cluster, batch, options, left_out) if ablations else {}
+    steps |= restricted
     seconds: dict[str, list[float]] = {kind: [] for kind in steps}
     for _ in range(rounds + SKIPPED_ROUNDS):
         for kind, step in steps.items():
@@ -104,9 +126,26 @@ def measure(
     medians = {kind: statistics.median(taken[SKIPPED_ROUNDS:]) for kind, taken in seconds.items()}
     low, _, high = statistics.quantiles(seconds["shardweave"][SKIPPED_ROUNDS:], n=4)
     plan, own = parallel.plan, medians.pop("shardweave")
+    without = {name: medians.pop(name) for name in restricted}
     grids = sorted({str(choice.strategy) for choice in plan.choices.values()})
     text = f"{', '.join(grids[:2])}{', ...' if len(grids) > 2 else ''}; {plan.overlap}".rstrip("; ")
-    return Row(name, text, own, (high - low) / 2, plan.step_time, plan.compute_time, medians, left_out)
+    return Row(name, text, own, (high - low) / 2, plan.step_time, plan.compute_time, medians, left_out, without)
+
+
+def _restricted_steps(
+    model: torch.nn.Module, cluster: sw.Cluster, batch: Batch, options: sw.Options, left_out: dict[str, str]
+) -> dict[str, Callable[[], None]]:
+    """The step of a plan without a kind of choice, for each of `ABLATIONS` that can be planned."""
+    found: dict[str, Callable[[], None]] = {}
+    for name, changes in ABLATIONS.items():
+        allowed = replace(options, **changes)
+        try:
+            twin: Any = sw.compile_parallel(copy.deepcopy(model), cluster, batch, options=allowed, progress=False)
+        except sw.ParallelError as error:  # as a memory limit rules it out
+            left_out[name] = str(error).splitlines()[0]
+            continue
+        found[name] = _step(twin, batch)
+    return found
 
 
 def _step(module: torch.nn.Module, batch: Batch) -> Callable[[], None]:
@@ -133,8 +172,21 @@ def show(title: str, rows: Sequence[Row]) -> None:
     for row in rows:
         for name, why in row.left_out.items():
             console.print(f"{row.case}: without {name}: {why}")
+    if any(row.ablations for row in rows):
+        console.print(_ablation_table(rows))
     mean = statistics.geometric_mean(row.speedup for row in rows)
     console.print(f"geometric mean of the speedups {mean:.2f}, least {min(row.speedup for row in rows):.2f}")
+
+
+def _ablation_table(rows: Sequence[Row]) -> Table:
+    """How many times as long the step of a plan takes without a kind of choice."""
+    table = Table("", *(row.case for row in rows), "mean", title="times as long as the planned step")
+    for name in ABLATIONS:
+        ratios = [row.ablations[name] / row.step if name in row.ablations else None for row in rows]
+        known = [ratio for ratio in ratios if ratio is not None]
+        cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        table.add_row(name, *cells, f"{statistics.geometric_mean(known):.2f}" if known else "")
+    return table
 
 
 def main() -> None:
@@ -147,6 +199,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--memory-share", type=float, default=1.0, help="memory limit, as a part of what DDP needs")
     parser.add_argument("--device-rates", action="store_true", help="plan without times of the step's ops")
+    parser.add_argument("--ablations", action="store_true", help="also run plans without a kind of choice each")
     parser.add_argument("--out", type=Path, help="also write the rows to this file, as JSON")
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -167,7 +220,9 @@ def _run_rank(given: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    settings = given.samples, given.rounds, given.memory_share, given.ranks_per_host, given.device_rates
+    settings = (
+        given.samples, given.rounds, given.memory_share, given.ranks_per_host, given.device_rates, given.ablations
+    )  # fmt: skip
     rows = [measure(name, *settings) for name in given.cases]
     if dist.get_rank() == 0:
         Path(os.environ["BENCH_ROWS"]).write_text(json.dumps([asdict(row) for row in rows]))
