@@ -608,8 +608,10 @@ def writes_in_place(node: fx.Node) -> bool:
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
-    >>> [writes_in_place(node) for node in (x, graph.call_method("add_", (x, 1)), graph.call_method("add", (x, 1)))]
-    [False, True, False]
+    >>> [writes_in_place(graph.call_method(name, (x, 1))) for name in ("add_", "add", "__setitem__")]
+    [True, False, True]
+    >>> [writes_in_place(graph.call_function(target, (x, 1))) for target in (operator.iand, operator.and_)]
+    [True, False]
     """
     if node.op not in ("call_function", "call_method"):
         return False
