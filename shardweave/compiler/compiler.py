@@ -285,8 +285,8 @@ class Compiler:
             warnings.warn(f"the step's ops are not measured, as it cannot be data parallel: {error}", stacklevel=2)
             return self
         graphs = [graph for graph in (step.forward, step.backward) if graph is not None]
-        self.progress("measuring the ops of the step")
-        with collective("measuring the ops of the step", timeout=timeout):
+        with self.progress, collective("measuring the ops of the step", timeout=timeout):
+            self.progress("measure ops")
             measured = profiled_ops(self.cluster, graphs, seconds_budget=_OP_PROFILE_SECONDS, in_step=True)
             save_ops(measured, key)
         return self.with_(cluster=measured)

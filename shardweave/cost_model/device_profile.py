@@ -260,19 +260,22 @@ def profiled_ops(
     cache: bool = True,
 ) -> M:
     """`cluster` with the measured times of the ops of `graphs` added to its own (see `profile_ops`)."""
+    return _with_ops(cluster, profile_ops(graphs, device, seconds_budget, in_step=in_step, cache=cache))
+
+
+def _with_ops(cluster: M, table: OpTable) -> M:
     measured = cluster.measured or Measured()
-    table = measured.ops.merged(profile_ops(graphs, device, seconds_budget, in_step=in_step, cache=cache))
-    return replace(cluster, measured=replace(measured, ops=table))
+    return replace(cluster, measured=replace(measured, ops=measured.ops.merged(table)))
 
 
 def saved_ops(cluster: M, step: str) -> M | None:
     """`cluster` with the op times that `save_ops` saved for a step of this hardware; None without. Collective."""
-    measured, table = cluster.measured or Measured(), _cached(_name_of_step(step), OpTable.from_dict)
-    return replace(cluster, measured=replace(measured, ops=measured.ops.merged(table))) if table is not None else None
+    table = _cached(_name_of_step(step), OpTable.from_dict)
+    return None if table is None else _with_ops(cluster, table)
 
 
 def save_ops(cluster: Machine, step: str) -> None:
-    """Save the op times of `cluster`, so that a later run of the same step need not lower it to know its ops."""
+    """Save the op times of `cluster`, so that a later run of the step need not lower it. Collective."""
     name = _name_of_step(step)
     if is_rank_zero() and cluster.measured is not None:
         measured_tables.store_cached(name, cluster.measured.ops.to_dict())

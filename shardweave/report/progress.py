@@ -34,8 +34,8 @@ class Event:
     Parameters
     ----------
     stage : str
-        ``"capture"``, ``"annotate"``, ``"price"``, ``"solve"``, ``"simulate"``, ``"weave"``, ``"weigh"``, or the name
-        of a pass that generates the step.
+        ``"capture"``, ``"measure ops"``, ``"annotate"``, ``"price"``, ``"solve"``, ``"simulate"``, ``"weave"``,
+        ``"weigh"``, or the name of a pass that generates the step.
     incumbent : float
         The step time of the best plan so far, in seconds: the solver's objective while it runs, else the simulated time
         of the best plan that fits into the limit. Infinite if there is none yet.
