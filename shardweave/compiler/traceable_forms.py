@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._decomp import decompositions
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.modules.adaptive import _ASMoutput
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -40,6 +41,7 @@ def traceable_forms() -> Patch:
         recurrent_layers(),
         _packed_sequences(),
         _ctc_losses(),
+        mock.patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax),
         _bincounts(),
         _inlined_as({checkpoint_sequential: _checkpoint_sequential}),
         _covariances(),
@@ -350,6 +352,16 @@ def _checkpoint_sequential(
     for start in range(0, size * (segments - 1), size):
         input = checkpoint(part(modules[start : start + size]), input, **options)
     return part(modules[size * (segments - 1) :])(input)
+
+
+def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor) -> Any:
+    """Each row's log probability out of those of all classes: torch's own gathers the rows of each cluster."""
+    is_batch = target_.dim() > 0
+    rows, targets = (input_, target_) if is_batch else (input_[None], target_[None])
+    is_class = (targets >= 0) & (targets < self.n_classes)
+    torch._assert_async(is_class.all(), f"Target values should be in [0, {self.n_classes - 1}]")
+    output = self.log_prob(rows).gather(1, targets[:, None]).squeeze(1)
+    return _ASMoutput(output if is_batch else output.squeeze(0), -output.mean())
 
 
 def _ctc_losses() -> Patch:

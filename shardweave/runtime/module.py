@@ -67,6 +67,7 @@ from shardweave.runtime.module_tree import (
     shard_state_dict,
     share_buffers,
     submodule,
+    without_extra_state,
 )
 from shardweave.runtime.optimizers import note_replaced, register_hook
 from shardweave.runtime.parameters import local_tensor
@@ -568,14 +569,18 @@ class ParallelModule(nn.Module):
         return total.to(parts[0].dtype.to_real())
 
     @torch.no_grad()
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state dict of the unsharded model: gathered, plain tensors on every rank. Collective."""
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state dict of the unsharded model: gathered, plain tensors on every rank. Collective.
+
+        What modules return from ``get_extra_state`` is this rank's, as in any state dict.
+        """
         whole: dict[torch.Tensor, torch.Tensor] = {}
         state = self.state_dict(keep_vars=True)
-        for name, tensor in state.items():
+        tensors = without_extra_state(state)
+        for name, tensor in tensors.items():
             if tensor not in whole:
                 whole[tensor] = gather(tensor, self.layout_of(name, tensor.shape), self.mesh, name)
-        return {name: whole[tensor] for name, tensor in state.items()}
+        return {**state, **{name: whole[tensor] for name, tensor in tensors.items()}}
 
     def layout_of(self, name: str, shape: Sequence[int]) -> Layout:
         """The layout of the tensor `name` with the global `shape`. Plain tensors are replicated."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _has_any_global_hook
 
 from shardweave.distributed import RuntimeMesh
 from shardweave.ir import Layout, ParallelError, ParameterSpec, StepSpec
@@ -594,6 +594,22 @@ def _distributed(
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(distribute(local, layout, mesh), requires_grad=tensor.requires_grad)
     return local if layout.is_replicated else distribute(local, layout, mesh)
+
+
+def without_extra_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict, without what modules return from ``get_extra_state``."""
+    return {name: value for name, value in state.items() if not is_extra_state(name)}
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a state dict is of what a module returns from ``get_extra_state``.
+
+    Examples
+    --------
+    >>> is_extra_state("layers.0._extra_state"), is_extra_state("layers.0.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -413,6 +413,45 @@ def draws_go_on(step: Packed, folder: Path) -> None:
     assert [other(x).item() for _ in range(3)] == losses
 
 
+class Counting(Dropping):
+    """A model whose layers have state that is no tensor."""
+
+    calls = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def extra_state_goes_on(step: Packed, folder: Path) -> None:
+    parallel = step.module(Counting())
+    parallel.calls = 3
+    sw.save_checkpoint(folder, parallel)
+    other, single = step.module(Counting()), Counting()
+    sw.load_checkpoint(folder, other)
+    single.load_state_dict(parallel.full_state_dict())
+    assert other.calls == single.calls == 3
+    with pytest.raises(ParallelError, match="no place for the extra state of modules"):
+        sw.save_weights(parallel, folder.with_name("weights"))
+    torch.save(single.state_dict(), path := folder.with_name(f"{dist.get_rank()}.pt"))
+    with pytest.raises(ParallelError, match=r"extra state of modules .*parallel\.load_state_dict"):
+        sw.load_weights(parallel, path)
+    plain = step.module(Dropping())
+    with pytest.raises(ParallelError, match="extra state of modules differs, _extra_state is only in the checkpoint"):
+        sw.load_checkpoint(folder, plain)
+    sw.save_checkpoint(folder, plain)
+    with pytest.raises(ParallelError, match="extra state of modules differs, _extra_state is only in the model"):
+        sw.load_checkpoint(folder, other)
+
+
+def test_the_extra_state_of_modules_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+    case = Case("counting", Counting, dropping_batch)
+    (step,) = compile_ways(case.model(), case, torch.float32, 2, [Way("zdp", {"*": "zdp"})])
+    pool.run(extra_state_goes_on, step, tmp_path / "checkpoint", nprocs=2)
+
+
 def dropping_batch(generator: torch.Generator, size: int) -> dict[str, Tensor]:
     return {"x": torch.randn(size, 8, generator=generator)}
 

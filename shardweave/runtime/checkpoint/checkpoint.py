@@ -253,7 +253,7 @@ def load_checkpoint(
 
     def read_all() -> None:
         names = files.metadata.state_dict_metadata
-        paths = (states.KIND, states.GROUPS, states.SEEDS, states.EXTRA)
+        paths = (states.KIND, states.GROUPS, states.SEEDS, states.EXTRA, states.MODULES)
         objects.update(read(files, {path: None for path in paths if name_of(path) in names}))
         if optimizer is not None:
             states.check_optimizer(parallel, optimizer, objects)
@@ -262,6 +262,7 @@ def load_checkpoint(
             optimizer_state.update(tensors)
         objects.update(read(files, targets))
         states.check_shared(parallel, targets)
+        states.check_extra_state(parallel, objects.get(states.MODULES, {}))
 
     run_checkpoint_step(group, read_all)
 
@@ -271,6 +272,7 @@ def load_checkpoint(
             names = states.parameter_names(parallel, optimizer)
             states.restore_optimizer(optimizer, names, objects, optimizer_state)
         states.fill_model(parallel, targets)
+        states.restore_extra_state(parallel, objects.get(states.MODULES, {}))
 
     run_checkpoint_step(group, restore)
     parallel.unset.difference_update(parallel.state_dict())

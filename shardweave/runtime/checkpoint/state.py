@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from shardweave.ir import Layout, Mesh, ParallelError
 from shardweave.runtime.checkpoint.files import CheckpointFiles, load_object
 from shardweave.runtime.module import ParallelModule
+from shardweave.runtime.module_tree import is_extra_state, without_extra_state
 from shardweave.runtime.parameters import local_tensor, ranges
 from shardweave.runtime.tensor import distribute
 
@@ -209,6 +210,8 @@ def read(files: CheckpointFiles, targets: Mapping[StatePath, Part | None]) -> di
 
 MODEL, STATE = "model", ("optimizer", "state")
 KIND, GROUPS, SEEDS, EXTRA = ("optimizer", "kind"), ("optimizer", "param_groups"), ("seeds",), ("extra",)
+MODULES = ("modules",)
+"""What modules return from ``get_extra_state``, by their names in the state dict."""
 
 
 def collect(
@@ -223,7 +226,10 @@ def collect(
     coordinates = mesh.coordinates(rank)
     tensors: dict[StatePath, tuple[torch.Tensor, Layout]] = {}
     objects: dict[StatePath, Any] = {SEEDS: parallel._seeds.state, EXTRA: dict(extra)}
-    for name, tensor in parallel.state_dict(keep_vars=True).items():
+    state_dict = parallel.state_dict(keep_vars=True)
+    if of_modules := {name: value for name, value in state_dict.items() if is_extra_state(name)}:
+        objects[MODULES] = of_modules
+    for name, tensor in without_extra_state(state_dict).items():
         tensors[MODEL, name] = tensor, parallel.layout_of(name, tensor.shape)
     if optimizer is not None:
         names = parameter_names(parallel, optimizer)
@@ -291,7 +297,7 @@ def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[StatePat
         for name, path in paths_of(metadata).items()
         if len(path) == 2 and path[0] == MODEL
     }
-    state = parallel.state_dict(keep_vars=True)
+    state = without_extra_state(parallel.state_dict(keep_vars=True))
     wrong = [f"{name!r} is missing in the checkpoint" for name in state if name not in stored]
     wrong += [f"the model has no {name!r}" for name in stored if name not in state]
     for name, tensor in state.items():
@@ -321,7 +327,7 @@ def model_targets(parallel: ParallelModule, metadata: Metadata) -> dict[StatePat
 def check_shared(parallel: ParallelModule, targets: Mapping[StatePath, Part | None]) -> None:
     """Raise ParallelError if a tied tensor has different values under its names in the checkpoint."""
     seen: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in parallel.state_dict(keep_vars=True).items():
+    for name, tensor in without_extra_state(parallel.state_dict(keep_vars=True)).items():
         part = targets[MODEL, name]
         assert part is not None  # model_targets has tensors only
         other, value = seen.setdefault(id(tensor), (name, part.local))
@@ -337,10 +343,26 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def fill_model(parallel: ParallelModule, targets: Mapping[StatePath, Part | None]) -> None:
     """Copy the loaded values into the model."""
-    for name, tensor in parallel.state_dict(keep_vars=True).items():
+    for name, tensor in without_extra_state(parallel.state_dict(keep_vars=True)).items():
         part = targets[MODEL, name]
         assert part is not None  # model_targets has tensors only
         local_tensor(tensor.detach()).copy_(part.local)
+
+
+def check_extra_state(parallel: ParallelModule, stored: Mapping[str, Any]) -> None:
+    """Raise ParallelError if other modules have extra state in the checkpoint than in the model."""
+    here = {name for name in parallel.state_dict() if is_extra_state(name)}
+    if differing := sorted(here.symmetric_difference(stored)):
+        raise ParallelError(
+            f"the checkpoint is of another model: the extra state of modules differs, {_some(differing)} is only in "
+            f"{'the model' if differing[0] in here else 'the checkpoint'}. Load it into the model that it is of"
+        )
+
+
+def restore_extra_state(parallel: ParallelModule, values: Mapping[str, Any]) -> None:
+    """Give modules what they returned from ``get_extra_state`` when the checkpoint was saved."""
+    for name, value in values.items():
+        parallel.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 def check_optimizer(

@@ -26,6 +26,7 @@ from shardweave.runtime.checkpoint.files import path_inside
 from shardweave.runtime.checkpoint.state import Piece, check_values, pieces
 from shardweave.runtime.initialise import initialise_tensors, run_on_parallel_module
 from shardweave.runtime.module import ParallelModule
+from shardweave.runtime.module_tree import is_extra_state, without_extra_state
 from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import gather
 
@@ -67,6 +68,11 @@ def _open_file(path: Path, files: ExitStack) -> dict[str, Stored]:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
         return {name: Stored(tuple(it.get_shape()), _dtype(it), partial(_at, it)) for name, it in slices.items()}
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if isinstance(state, dict) and (of_modules := sorted(name for name in state if is_extra_state(str(name)))):
+        raise ParallelError(
+            f"it has the extra state of modules ({', '.join(of_modules)}): load it with "
+            "parallel.load_state_dict(torch.load(path, mmap=True))"
+        )
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ParallelError("it is no state dict, a dictionary of nothing but tensors: save the state dict by itself")
     return {name: Stored(tuple(tensor.shape), tensor.dtype, partial(_at, tensor)) for name, tensor in state.items()}
@@ -250,6 +256,11 @@ def _save(parallel: ParallelModule, folder: Path, max_shard_bytes: float, config
 
     def begin() -> None:
         check_values(parallel)
+        if of_modules := sorted(name for name in parallel.state_dict() if is_extra_state(name)):
+            raise ParallelError(
+                f"safetensors files have no place for the extra state of modules ({', '.join(of_modules)}): use "
+                "save_checkpoint, or torch.save(parallel.full_state_dict(), path) on one rank"
+            )
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise FileExistsError("it is there already: name a new folder, or remove this one first")
         shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
@@ -300,7 +311,7 @@ def _shards(parallel: ParallelModule, limit: float) -> list[list[tuple[str, torc
 def _by_tensor(parallel: ParallelModule) -> list[TiedTensor]:
     """Each tensor of the state dict, with all its names."""
     found: dict[int, TiedTensor] = {}
-    for name, tensor in parallel.state_dict(keep_vars=True).items():
+    for name, tensor in without_extra_state(parallel.state_dict(keep_vars=True)).items():
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(found.values())
 
