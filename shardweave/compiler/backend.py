@@ -122,7 +122,7 @@ def captured_from(joint: fx.GraphModule, sources: Sequence[Source], num_forward:
         tangents,
         outputs,
         tuple(gradients),
-        mutated_buffers=(),  # AOTAutograd returns their new values among the outputs, and writes them back
+        mutated=(),  # AOTAutograd returns their new values among the outputs, and writes them back
         aliases={},
         call=None,
         training=True,

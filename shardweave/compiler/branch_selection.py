@@ -324,19 +324,23 @@ class Selection:
             names = [node for node in old if storages[node] == storage]
             used = [node for node in graph.nodes if node not in inside and not inside.isdisjoint(node.users)]
             used = [node for node in used if storage in _storages(node.meta.get("example_value"))]
-            if any(node.op == "placeholder" and before.get(node, _state(node))[1] for node in used):
+            is_parameter = any(node.op == "placeholder" and before.get(node, _state(node))[1] for node in used)
+            if is_parameter and self.reads_with_gradients(storage):
                 raise RuntimeError(CHANGED_PARAMETER)
             is_one = len({id(node.meta["example_value"]) for node in used}) == 1 and used[0] in names
-            takes_part = any(_state(node)[1] for node in names)
+            takes_part = not is_parameter and any(_state(node)[1] for node in names)
             if not is_one or takes_part and not self.skips and not read <= _trained(used[0]):
                 raise NoSelectionError  # there are several views, or it gives gradients to other parameters
             place = used[0]
             proxy, copies = fx.Proxy(place, self.output.current_tracer), list[fx.Proxy]()
+            if is_parameter:  # no gradients pass through the write, nor through what the sides read of it
+                proxy = self.call("call_method", "detach", proxy).as_proxy()
+                self.sides[0].nodes[0].prepend(proxy.node)
             for side, is_target in zip(self.sides, (False, True), strict=True):
                 copies.append(proxy)
                 if storage in side.written:
                     first = side.nodes[0]
-                    if before.get(place, (0, False))[1]:
+                    if before.get(place, (0, False))[1] and not is_parameter:
                         copies[-1] = self.gated(proxy, is_target == self.jumps_if, first)
                     else:
                         copies[-1] = self.call("call_method", "clone", proxy).as_proxy()
@@ -346,6 +350,16 @@ class Selection:
             value = self.where(*copies)
             self.call("call_method", "copy_", proxy, value.as_proxy())
             before.update((node, _state(node)) for node in names)
+
+    def reads_with_gradients(self, storage: StorageWeakRef) -> bool:
+        """Whether a node of a side computes something from a tensor that gives gradients to it."""
+        for node in self.inside:
+            of_tensor = any(storage in _storages(arg.meta.get("example_value")) for arg in node.all_input_nodes)
+            values = pytree.tree_leaves(node.meta.get("example_value"))
+            made = [value for value in values if isinstance(value, Tensor) and storage not in _storages(value)]
+            if of_tensor and any(value.requires_grad for value in made):
+                return True
+        return False
 
     def gate_inputs(self, old: list[fx.Node], side: _Side, users: list[fx.Node]) -> None:
         """Let gradients enter these nodes of a side only where it is taken."""

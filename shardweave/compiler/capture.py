@@ -15,7 +15,7 @@ import inspect
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -33,7 +33,6 @@ from shardweave.compiler.capture_errors import (
     refuse_backward_hooks,
     refuse_effects,
     refuse_values,
-    way_out_of,
 )
 from shardweave.compiler.constants import fold_constant_masks, numbers_of_buffers, storage_of
 from shardweave.compiler.dynamo_workarounds import inputs_made_leaves, objects_as_arguments, traceable
@@ -199,7 +198,7 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
     graph, out_spec, reads, asked = _joint_graph(model, args, kwargs, precision, names)
     captured = _captured_step(graph, out_spec, model, signature, spec, names, leaves, asked)
     given = {name: leaf.dtype for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor)}
-    first = len(captured.mutated_buffers) + len(captured.outputs)
+    first = len(captured.mutated) + len(captured.outputs)
     places = {name: first + index for index, name in enumerate(captured.input_gradients)}
     cast_inputs_inside(graph.graph, {node: (given[name], places.get(name)) for node, name in captured.inputs.items()})
     take_cast_parameters(graph.graph, captured.parameters, captured.gradients)
@@ -441,8 +440,10 @@ def _captured_step(
     graph = module.graph
     tied = _first_names(model.named_parameters(remove_duplicate=False))
     times = Counter(tied.values())
-    own = {name: parameter.dtype for name, parameter in model.named_parameters() if times[name] == 1}
-    changes = take_parameter_changes(graph, own)
+    parameters_of_model = dict(model.named_parameters())
+    frozen = {name for name, parameter in parameters_of_model.items() if not parameter.requires_grad}
+    own = {name: each.dtype for name, each in parameters_of_model.items() if times[name] == 1 or name in frozen}
+    changes, computed = take_parameter_changes(graph, own, frozen)
     fold_conjugates(graph)
     fold_copies(graph)
     linalg_checks_as_values(graph)
@@ -495,12 +496,13 @@ def _captured_step(
         if kind == "InputMutationAOTOutput":
             target = getattr(described.mutated_input, "target", "")
             target = shared.get(target, tied.get(target, target))
-            if type(described.mutated_input).__name__ != "BufferAOTInput" and not _is_like_buffer(model, target, value):
+            is_buffer = type(described.mutated_input).__name__ == "BufferAOTInput"
+            if not is_buffer and target not in computed:
                 what = f"parameter {target}" if target else f"input {names[described.mutated_input.idx]}"
                 reason, way_out = f"it changes its {what} in place", f"Copy that {what.split()[0]} first (.clone())."
                 if target:
                     way_out = PARAMETER_WAY_OUT
-                raise capture_error(model, reason, *module_and_line(model, value), way_out_of(value, way_out))
+                raise capture_error(model, reason, *module_and_line(model, value), way_out)
             mutated[target] = value
         elif kind == "PlainAOTOutput":
             returned.append(value)
@@ -536,7 +538,7 @@ def _captured_step(
     for name, first in tied.items():
         if name != first:
             aliases[first] = (*aliases.get(first, ()), name)
-    captured = Captured(
+    return Captured(
         module,
         parameters,
         buffers,
@@ -561,31 +563,3 @@ def _captured_step(
         input_gradients=input_gradients,
         changes=changes,
     )
-    return with_buffers(captured, mutated)
-
-
-def with_buffers(captured: Captured, names: Collection[str]) -> Captured:
-    """The step with those of its frozen parameters among `names` handled as buffers. Its graph is changed."""
-    moved = {node: name for node, name in captured.parameters.items() if name in {*names} - {*captured.gradients}}
-    if not moved:
-        return captured
-    # The graph has parameters first, then buffers
-    parameters = {node: name for node, name in captured.parameters.items() if node not in moved}
-    placeholders = {node.name: node for node in captured.graph.graph.find_nodes(op="placeholder")}
-    others = [node for name, node in placeholders.items() if name not in captured.parameters]
-    for name in moved:
-        if others:
-            others[0].prepend(placeholders[name])
-    captured.graph.recompile()
-    return replace(captured, parameters=parameters, buffers={**moved, **captured.buffers})
-
-
-def _is_like_buffer(model: nn.Module, name: str, value: Any) -> bool:
-    """Whether a parameter that the forward changes to `value` in place may be handled as a buffer: it is frozen.
-
-    As the parameters of a momentum encoder are. The step computes with all of it in its own dtype.
-    """
-    if not name or not isinstance(value, fx.Node):  # it is an input
-        return False
-    parameter = model.get_parameter(name)
-    return not parameter.requires_grad and bool(parameter.dtype == value.meta["val"].dtype)

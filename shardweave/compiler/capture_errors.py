@@ -119,12 +119,6 @@ _ARRAY_WAY_OUT = (
     "Make the array a list of Python numbers, or a tensor, where the model is built: array.tolist(), "
     "torch.from_numpy(array). Numbers of numpy, and what numpy computes from numbers alone, are captured."
 )
-_WAYS_OUT = {
-    "embedding_renorm": "An embedding with max_norm changes its table in each call. Leave max_norm out, and keep the "
-    "rows within it by a line before each call, on all ranks: weight.data.copy_(torch.renorm(weight.detach(), "
-    "norm_type, 0, max_norm)), where weight is that of the parallel module.",
-}
-"""The way out where an op of this name stops a capture."""
 _OUTSIDE = "Call that outside of the forward: a captured step has ops on tensors alone. Then compile again."
 _RAISED = (
     "The model itself stops here: mend the call or the config, then compile again. If it runs by itself, it makes up "
@@ -229,13 +223,8 @@ def refuse_values(model: nn.Module, node: fx.Node) -> None:
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             what = "a size" if isinstance(value, Tensor) else "a number"
-            place, way_out = module_and_line(model, node), way_out_of(node, _WAY_OUT)
+            place, way_out = module_and_line(model, node), _WAY_OUT
             raise capture_error(model, f"{what} depends on the values of tensors", *place, way_out)
-
-
-def way_out_of(node: fx.Node, otherwise: str) -> str:
-    """The way out for the op of a node that stops a capture."""
-    return next((text for name, text in _WAYS_OUT.items() if name in str(node.target)), otherwise)
 
 
 def refuse_effects(model: nn.Module, node: fx.Node) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from shardweave.compiler.capture import capture, with_buffers
+from shardweave.compiler.capture import capture
 from shardweave.compiler.capture_errors import internal_errors
 from shardweave.compiler.guards import index_checks
 from shardweave.compiler.plan_cache import SWITCH, cached_plan, is_on, plan_key, save_plan
@@ -460,7 +460,6 @@ class Compiler:
         options = replace(self.options, micro_batches=None, sub_batches=None)
         made = Compiler(model, self.cluster, inputs, options, None, self.batch)
         # 2. Lower it with the strategies of the plan, as far as its batch can be cut. Its parameters stay.
-        made._take(with_buffers(made.captured, {each.name for each in first.step.spec.buffers}))
         captured = made.annotated.captured
         at_rest = {name: call.layouts[name] for name in captured.parameters.values()}
         made.annotated.captured, made.annotated.first = replace(captured, at_rest=at_rest), first.step.spec

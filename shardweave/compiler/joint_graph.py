@@ -5,8 +5,8 @@ Mixed precision
     graph.
 
 Changes of parameters
-    A parameter that the forward clamps in place, say, before it reads it is changed before the step
-    (`take_parameter_changes`).
+    A parameter that the forward clamps in place, say, before it reads it is changed before the step. Where an element
+    of the new value depends on others, the step computes it, as those of buffers (`take_parameter_changes`).
 
 Checks
     An assert has no users and would be removed. It becomes a value that the forward needs.
@@ -23,7 +23,7 @@ import math
 import operator
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -161,15 +161,26 @@ def _is_cast_of(user: fx.Node, node: fx.Node) -> bool:
     return same_memory and made.dtype != own.dtype and own.is_floating_point() and made.is_floating_point()
 
 
-def take_parameter_changes(graph: fx.Graph, parameters: Mapping[str, torch.dtype]) -> dict[str, fx.GraphModule]:
+def take_parameter_changes(
+    graph: fx.Graph, parameters: Mapping[str, torch.dtype], frozen: Collection[str]
+) -> tuple[dict[str, fx.GraphModule], frozenset[str]]:
     """Take in-place changes of these parameters out of the graph, which then reads the parameters as changed.
 
-    Parameters are given by their names, with their own dtypes: in mixed precision, the graph has copies in others.
-    Returns the changes by the names of the parameters. In each, an element depends on that element alone, so that a
-    rank can change its part. The change of a parameter that is read before stays in the graph.
+    Parameters are given by their names, with their own dtypes: in mixed precision, the graph has copies in others. The
+    change of a parameter that is trained and read before is left as it is: the backward in eager mode reads the changed
+    one, or refuses it.
+
+    Returns
+    -------
+    changes : dict of str to GraphModule
+        By the names of the parameters, the changes in which an element depends on that element alone, so that a rank
+        can change its part.
+    computed : frozenset of str
+        The parameters whose new values are results of the graph, as those of buffers are.
     """
     output = graph.output_node()
     changes: dict[str, fx.GraphModule] = {}
+    computed: set[str] = set()
     for described in list(output.meta["desc"]):
         name = getattr(getattr(described, "mutated_input", None), "target", "")
         if name not in parameters:
@@ -182,18 +193,25 @@ def take_parameter_changes(graph: fx.Graph, parameters: Mapping[str, torch.dtype
         steps = {value}
         for node in reversed(graph.nodes):
             steps |= {*node.all_input_nodes} if node in steps else set()
-        ops = [node for node in graph.nodes if node in steps and node is not parameter]
-        is_read = any(user not in steps for node in steps - {value} for user in node.users)
-        is_own = parameter in steps and parameter.meta["val"].dtype == parameters[name]
-        if is_read or not is_own or not all(map(_is_elementwise, ops)):
-            continue
+        of_parameter = {parameter}
+        for node in graph.nodes:
+            of_parameter |= {node} if node in steps and not of_parameter.isdisjoint(node.all_input_nodes) else set()
+        is_read = any(user not in steps for node in of_parameter - {value} for user in node.users)
+        is_own = parameter.meta["val"].dtype == parameters[name]
         # 2. The gradient by the new value, of which nothing is asked, is added to the parameter's.
         tangents = [node for node in placeholders if getattr(node.meta["desc"], "output", None) == described]
         sums = [user for tangent in tangents for user in tangent.users]
-        if any(user.target is not torch.ops.aten.add.Tensor for user in sums):
+        is_read_by_backward = name not in frozen and is_read
+        if is_read_by_backward or not is_own or any(user.target is not torch.ops.aten.add.Tensor for user in sums):
             continue
         for total in sums:
             total.replace_all_uses_with(next(arg for arg in total.all_input_nodes if arg not in tangents))
+        for node in (*sums, *tangents):
+            graph.erase_node(node)
+        ops = [node for node in graph.nodes if node in steps and node is not parameter]
+        if is_read or parameter not in steps or not all(map(_is_elementwise, ops)):
+            computed.add(name)
+            continue
         # 3. Move the change.
         inner = fx.Graph()
         copies = {parameter: inner.placeholder("parameter")}
@@ -204,9 +222,9 @@ def take_parameter_changes(graph: fx.Graph, parameters: Mapping[str, torch.dtype
         output.args = (graph_outputs(graph)[:place] + graph_outputs(graph)[place + 1 :],)
         del output.meta["desc"][place]
         value.replace_all_uses_with(parameter)
-        for node in (*sums, *tangents, *reversed(ops)):
+        for node in reversed(ops):
             graph.erase_node(node)
-    return changes
+    return changes, frozenset(computed)
 
 
 def _is_elementwise(node: fx.Node) -> bool:

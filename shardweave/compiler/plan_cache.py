@@ -70,7 +70,7 @@ def plan_key(captured: Captured, cluster: Cluster, options: Options) -> str:
     ]
     names = (
         captured.parameters, captured.buffers, captured.inputs, captured.tangents, captured.outputs, captured.gradients,
-        captured.mutated_buffers, captured.aliases, captured.training, captured.whole, captured.dtypes,
+        captured.mutated, captured.aliases, captured.training, captured.whole, captured.dtypes,
         captured.input_gradients,
     )  # fmt: skip
     # These are no part of a plan.

@@ -42,6 +42,7 @@ def traceable_forms() -> Patch:
         _packed_sequences(),
         _ctc_losses(),
         mock.patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax),
+        _traced_as({torch.ops.aten.embedding_renorm_.default: _embedding_renorm}),
         _bincounts(),
         _inlined_as({checkpoint_sequential: _checkpoint_sequential}),
         _covariances(),
@@ -362,6 +363,14 @@ def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, t
     torch._assert_async(is_class.all(), f"Target values should be in [0, {self.n_classes - 1}]")
     output = self.log_prob(rows).gather(1, targets[:, None]).squeeze(1)
     return _ASMoutput(output if is_batch else output.squeeze(0), -output.mean())
+
+
+def _embedding_renorm(table: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Rows of an embedding's table that a batch uses get at most this norm: row by row, in any layout of the table."""
+    uses = table.new_zeros(len(table)).index_add(0, indices.flatten(), table.new_ones(indices.numel()))
+    norms = torch.linalg.vector_norm(table, norm_type, 1, keepdim=True)
+    is_long = (uses > 0)[:, None] & (norms > max_norm)
+    return table.copy_(torch.where(is_long, table * (max_norm / (norms + 1e-7)), table))
 
 
 def _ctc_losses() -> Patch:

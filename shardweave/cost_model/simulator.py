@@ -208,11 +208,11 @@ class _SimulatedStep:
 
         Its last `num_kept` results are parameters that stay gathered for the other micro-batches.
         """
-        # 1. Divide the results: mutated buffers, outputs, saved values, gathered parameters.
+        # 1. Divide the results: new values of buffers, outputs, saved values, gathered parameters.
         found = self._forward_liveness(graph)
         results = _results(graph)
         split = len(results) - num_kept
-        first = len(self.spec.mutated_buffers)
+        first = len(self.spec.mutated)
         last = first + len(self.spec.outputs)
         # 2. Set the kind of each storage; the first kind holds.
         if num_kept:
@@ -224,7 +224,7 @@ class _SimulatedStep:
         of_parameters = [result for result, found_in in sources.items() if found_in and found_in <= holders]
         self._set_kind(found, of_parameters, "copies")
         self._set_kind(found, results[last:split], "saved")
-        # 3. Run the nodes. The new values of mutated buffers are copied and freed.
+        # 3. Run the nodes. The new values of buffers are copied and freed.
         mutated = output_storages(results[:first], found)
         self._run_graph(graph, found, "forward", _TRANSIENT_KINDS, keep={*mutated, *self._shared})
         self._free(mutated, _TRANSIENT_KINDS)

@@ -44,14 +44,16 @@ class Captured:
     Parameters
     ----------
     graph : GraphModule
-        Placeholders: parameters, buffers, inputs, tangents. Outputs: new values of `mutated_buffers`, then of
-        `outputs`, then the gradients of `input_gradients`, then those of `gradients`.
+        Placeholders: parameters, buffers, inputs, tangents. Outputs: new values of `mutated`, then `outputs`, then the
+        gradients of `input_gradients`, then those of `gradients`.
     parameters, buffers, inputs : dict from placeholder name to the model's name
     tangents : dict from placeholder name to the index of its output
     outputs : tuple of str
         Names of the model's tensor outputs.
     gradients : tuple of str
         Names of the trainable parameters, in the order of `parameters`.
+    mutated : tuple of str
+        Names of the buffers, and of the parameters, whose new values the forward returns.
     aliases : dict from a parameter's name to its other names
         Tied parameters are one placeholder.
     call : CallTree, optional
@@ -81,7 +83,7 @@ class Captured:
     tangents: dict[str, int]
     outputs: tuple[str, ...]
     gradients: tuple[str, ...]
-    mutated_buffers: tuple[str, ...]
+    mutated: tuple[str, ...]
     aliases: dict[str, tuple[str, ...]]
     call: CallTree | None
     training: bool

@@ -138,8 +138,8 @@ class StepSpec:
     2. The seed, if the step draws random numbers: an int that differs from call to call and is equal on all ranks.
     3. The local tensors of `parameters`, `buffers` and `inputs`.
 
-    It returns the new values of `mutated_buffers`, then `outputs`, then the values saved for the backward. These
-    include the seed if the backward draws random numbers too.
+    It returns the new values of `mutated` buffers and parameters, which are whole, then `outputs`, then the values
+    saved for the backward. These include the seed if the backward draws random numbers too.
 
     The backward graph takes the coordinates, the saved values, and one tangent for each differentiable output (of its
     local part, unless it is a scalar). It returns one gradient for each differentiable input, at the input's layout,
@@ -151,7 +151,7 @@ class StepSpec:
     buffers: tuple[ParameterSpec, ...]
     inputs: tuple[ValueSpec, ...]
     outputs: tuple[ValueSpec, ...]
-    mutated_buffers: tuple[str, ...] = ()
+    mutated: tuple[str, ...] = ()
     data_axes: tuple[Axis, ...] = ()
     """The axes that the batch of the inputs is sharded over, outermost first."""
     graph_hash: str = ""

@@ -282,7 +282,7 @@ class _Lowering:
     def _num_results(self) -> int:
         """How many of the graph's outputs the forward computes."""
         captured = self.annotated.captured
-        return len(captured.mutated_buffers) + len(captured.outputs)
+        return len(captured.mutated) + len(captured.outputs)
 
     def _shard(self, accumulates: bool) -> tuple[Boundary, Shard]:
         """The pass `Shard` for this plan, and the layouts of everything that enters or leaves the step."""
@@ -423,7 +423,7 @@ class _Lowering:
     def _micro_batch_bytes(self, local: fx.Graph) -> int:
         """The bytes of the inputs and results of one micro-batch, which are held while the others run."""
         captured, found = self.annotated.captured, liveness(local)
-        first = len(captured.mutated_buffers)
+        first = len(captured.mutated)
         returned = graph_outputs(local)[first : first + len(captured.outputs)]
         names = set(captured.inputs.values())
         given = [node for node in local.nodes if node.op == "placeholder" and info(node).op in names]

@@ -102,7 +102,7 @@ def annotate(captured: Captured, options: Options) -> Annotated:
     torch.compile, where autograd passes a tangent for each output, all of them keep theirs.
     """
     values = graph_outputs(captured.graph.graph)
-    first = len(captured.mutated_buffers)
+    first = len(captured.mutated)
     returned = values[first : first + len(captured.outputs)]
     scalars = {index for index, value in enumerate(returned) if value.meta["val"].dim() == 0}
     # A step without gradients has no tangents, but returns the outputs of a model with a loss in the same way.
@@ -251,7 +251,7 @@ class Boundary:
         self.rows = {name: samples.rows(nodes[name]) for name in captured.inputs}
         # 2. Outputs: whole, the rank's part of the batch, or as the step computes them.
         results = graph_outputs(captured.graph.graph)
-        first = len(captured.mutated_buffers)
+        first = len(captured.mutated)
         self.returned = [node.meta["val"] for node in results[first : first + len(captured.outputs)]]
         mode = "whole" if captured.whole else options.outputs
         if mode == "auto":
@@ -345,7 +345,7 @@ class Boundary:
             for (node, name), layout in zip(captured.inputs.items(), micro_batch_layouts)
         )
         # 3. Outputs.
-        first = len(captured.mutated_buffers)
+        first = len(captured.mutated)
         outputs = []
         active = {captured.tangents[name] for name in self.annotated.tangents}
         for index, (name, value) in enumerate(zip(captured.outputs, self.returned)):
@@ -363,7 +363,7 @@ class Boundary:
             buffers,
             inputs,
             tuple(outputs),
-            captured.mutated_buffers,
+            captured.mutated,
             self.data,
             code,
             any(node.op == "placeholder" and node.name == SEED for node in forward.graph.nodes),

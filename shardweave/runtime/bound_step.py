@@ -287,7 +287,7 @@ class StepBinder:
         """The forward and the backward of a step, bound to process groups. Collective."""
         forward, backward = step.forward, step.backward
         if backward is not None and self.regions.is_on:
-            num_results = len(step.spec.mutated_buffers) + len(step.spec.outputs)
+            num_results = len(step.spec.mutated) + len(step.spec.outputs)
             forward, backward = recompute_fusible(forward, backward, num_results)
         return self.graph(forward, self.agreement), None if backward is None else self.graph(backward)
 

@@ -31,7 +31,7 @@ from shardweave.runtime.grad_accumulation import (
 )
 from shardweave.runtime.inputs import InputGradients, wants_gradient
 from shardweave.runtime.module_tree import TensorLookup
-from shardweave.runtime.parameters import local_tensor
+from shardweave.runtime.parameters import local_shard, local_tensor
 from shardweave.runtime.tensor import as_gradient_of, untraced
 
 
@@ -150,6 +150,11 @@ def _raised_at(error: Exception, graph: fx.Graph) -> fx.Node | None:
     names = [line.split("=")[0].split(":")[0].strip() for line in lines]
     nodes = {node.name: node for node in graph.nodes}
     return next((nodes[name] for name in reversed(names) if name in nodes), None)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The storage of a tensor."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -341,24 +346,35 @@ class Executor:
             self.agreement()
         buffers = self.buffers()
         local = [local_tensor(buffer) for buffer in buffers]
-        count = len(self.spec.mutated_buffers) + len(self.spec.outputs)
+        count = len(self.spec.mutated) + len(self.spec.outputs)
         if several:
             returned, saved = self.runner.forward(parameters, local, inputs, None, self._seed(), keeps=not self.syncs)
         else:
             first = [*self.coordinates, *self._seed()]
             results = list(self.forward([*first, *local_parameters(parameters, self.spec), *local, *inputs]))
             returned, saved = results[:count], results[count:]
-        return self._update_buffers(returned, saved)
+        return self._update_states(parameters, returned, saved)
 
-    def _update_buffers(self, returned: list[Any], saved: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Update the buffers; the outputs and the saved values, with copies of old values that the backward needs."""
-        mutated = len(self.spec.mutated_buffers)
+    def _update_states(
+        self, parameters: Sequence[torch.Tensor], returned: list[Any], saved: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Update buffers, and parameters that the forward changes; the outputs and the saved values.
+
+        Of old values that the backward needs, it has copies.
+        """
+        mutated = len(self.spec.mutated)
         if mutated:
-            by_name = dict(zip((buffer.name for buffer in self.spec.buffers), self.buffers(), strict=True))
-            changing = [local_tensor(by_name[name]) for name in self.spec.mutated_buffers]
-            saved = [x.clone() if any(x is buffer for buffer in changing) else x for x in saved]
-            for buffer, value in zip(changing, returned, strict=False):
-                buffer.copy_(value)
+            specs, states = (*self.spec.parameters, *self.spec.buffers), (*parameters, *self.buffers())
+            by_name = {spec.name: (spec, state) for spec, state in zip(specs, states, strict=True)}
+            changing = [by_name[name] for name in self.spec.mutated]
+            parts = [local_tensor(state).detach() for _, state in changing]
+            memory = {_memory(part) for part in parts}
+            saved = [x.clone() if isinstance(x, torch.Tensor) and _memory(x) in memory else x for x in saved]
+            coordinates = dict(zip((axis.name for axis in self.spec.mesh.axes), self.coordinates, strict=True))
+            for (spec, state), part, value in zip(changing, parts, returned, strict=False):
+                is_whole = spec.layout.is_replicated
+                part.copy_(value if is_whole else local_shard(value, spec.layout, coordinates))
+                torch.autograd.graph.increment_version(state)  # parameters that were gathered are out of date
         return returned[mutated:], saved
 
     def _seed(self) -> list[int]:
@@ -401,10 +417,10 @@ class Executor:
                 saved.clear()
                 mine, sums = self.runner.backward(arguments, step, sums, last and reduces)
                 of_inputs.append(mine)
-            mutated = len(self.spec.mutated_buffers)
+            mutated = len(self.spec.mutated)
             parts.append(returned[mutated:])
         # 3. Update the buffers, and join the outputs and the gradients of inputs.
-        self._update_buffers(returned, [])
+        self._update_states(parameters, returned, [])
         if tangent is None and self.syncs:
             self.runner.release()
         results = [[*part, *mine] for part, mine in zip(parts, of_inputs or [[]] * len(parts), strict=True)]

@@ -151,7 +151,7 @@ class MicroBatchRunner:
             count = len(self.graphs.gathered_parameters)
             self._gathered, results = results[-count:], results[:-count]
             self._gathered_from = [(parameter, parameter._version) for parameter in parameters]
-        returned = len(self.spec.mutated_buffers) + len(self.spec.outputs)
+        returned = len(self.spec.mutated) + len(self.spec.outputs)
         return results[:returned], results[returned:]
 
     def _is_gathered(self, parameters: Sequence[torch.Tensor]) -> bool:

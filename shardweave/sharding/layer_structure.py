@@ -36,7 +36,7 @@ class LayerRun:
 def find_layer_runs(captured: Captured, options: LayerOptions = lambda name: None) -> list[LayerRun]:
     """The runs of two and more equal layers of a captured step."""
     layers = _Layers(captured.graph.graph, _states(captured), options)
-    first, last = len(captured.mutated_buffers), len(captured.mutated_buffers) + len(captured.outputs)
+    first, last = len(captured.mutated), len(captured.mutated) + len(captured.outputs)
     return layers.runs(shared=graph_outputs(captured.graph.graph)[first:last])
 
 
@@ -89,7 +89,7 @@ def deduplicate_layers(captured: Captured, kept_counts: Mapping[LayerRun, int]) 
     layers = _Layers(captured.graph.graph, _states(captured))
     gone = {layer for run, count in kept_counts.items() for layer in run.layers[count:]}
     gone_states = {name for name in _states(captured).values() if layer_of(name) in gone}
-    names = (*captured.mutated_buffers, *captured.outputs, *captured.input_gradients, *captured.gradients)
+    names = (*captured.mutated, *captured.outputs, *captured.input_gradients, *captured.gradients)
     results = zip(names, graph_outputs(captured.graph.graph), strict=True)
     closed = [(run.layers[count - 1], run.layers[-1]) for run, count in kept_counts.items() if count < len(run.layers)]
     kept = [value for name, value in results if name not in gone_states]
@@ -104,7 +104,7 @@ def deduplicate_layers(captured: Captured, kept_counts: Mapping[LayerRun, int]) 
         parameters=staying(captured.parameters),
         buffers=staying(captured.buffers),
         gradients=tuple(name for name in captured.gradients if name not in gone_states),
-        mutated_buffers=tuple(name for name in captured.mutated_buffers if name not in gone_states),
+        mutated=tuple(name for name in captured.mutated if name not in gone_states),
     )
     return DeduplicatedStep(smaller, tuple((run, min(count, len(run.layers))) for run, count in kept_counts.items()))
 

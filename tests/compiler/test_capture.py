@@ -36,7 +36,7 @@ def assert_computes(captured: Captured, model: nn.Module, args: tuple[Any, ...],
     leaves = [leaf for leaf in pytree.tree_leaves(expected) if isinstance(leaf, Tensor)]
     tangents = [torch.ones_like(leaves[index]) for index in captured.tangents.values()]
     results = run(captured, model, inputs, tangents)
-    first = len(captured.mutated_buffers)
+    first = len(captured.mutated)
     outputs, gradients = results[first : first + len(leaves)], results[first + len(leaves) :]
     made, structure = pytree.tree_flatten(captured.call.unflatten(outputs))
     wanted, wanted_structure = pytree.tree_flatten(expected)
@@ -113,7 +113,7 @@ def test_buffers_are_inputs_and_changed_ones_are_outputs() -> None:
     model = Buffers()
     captured = capture(model, torch.randn(8, 4))
     assert set(captured.buffers.values()) == {"mask", "scale", "calls"}
-    assert captured.mutated_buffers == ("calls",)
+    assert captured.mutated == ("calls",)
     before = model.calls.clone()
     results = run(captured, model, [torch.randn(8, 4)], [torch.ones(())])
     torch.testing.assert_close(results[0], before + model.mask)
@@ -399,7 +399,7 @@ def test_a_synchronized_batch_norm_is_that_of_the_global_batch() -> None:
     expected = capture(model, torch.ones(4, 8))
     found = capture(synchronized, torch.ones(4, 8))
     assert found.graph.code == expected.graph.code
-    assert found.mutated_buffers == expected.mutated_buffers != ()
+    assert found.mutated == expected.mutated != ()
 
 
 class Asking(nn.Module):

@@ -31,11 +31,11 @@ def test_the_annotated_graph_is_the_model(name: str) -> None:
     loss.backward()
     outputs, gradients = step.results()
     captured = step.captured
-    changed = dict(zip(captured.mutated_buffers, outputs))
+    changed = dict(zip(captured.mutated, outputs))
     for buffer, value in model.named_buffers():
         close(changed.get(buffer, before[buffer]), value, f"{buffer} of {name}", step.tolerance)
         value.copy_(before[buffer])
-    returned, *_ = outputs[len(captured.mutated_buffers) :]
+    returned, *_ = outputs[len(captured.mutated) :]
     close(returned, loss.detach(), f"the loss of {name}", step.tolerance)
     parameters = dict(model.named_parameters())
     assert set(captured.gradients) == set(parameters)

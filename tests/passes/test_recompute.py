@@ -81,7 +81,7 @@ def results_of(forward: fx.GraphModule, backward: fx.GraphModule, num_results: i
 def test_pointwise_ops_are_recomputed_from_what_is_saved(name: str, strategy: str, precision: str | None) -> None:
     step = lowered(name, strategy, precision)
     assert step.backward is not None
-    num_results = len(step.spec.mutated_buffers) + len(step.spec.outputs)
+    num_results = len(step.spec.mutated) + len(step.spec.outputs)
     pair = recompute_fusible(step.forward, step.backward, num_results)
     before, after = (graph_outputs(each.graph)[num_results:] for each in (step.forward, pair[0]))
     assert saved_bytes(after) < saved_bytes(before) * (0.6 if name == "llama" else 1)

@@ -53,10 +53,10 @@ def run_step(step: Joint, compiled: Compiled) -> tuple[list[Tensor], list[Tensor
     given += [(value.name, value.layout) for value in spec.inputs]
     inputs = [lockstep.shard(tensors[name].detach(), layout, mesh) for name, layout in given]
     results = lockstep.run(compiled.step.forward, mesh, inputs)
-    first = len(spec.mutated_buffers)
+    first = len(spec.mutated)
     count = first + len(spec.outputs)
     layouts = {buffer.name: buffer.layout for buffer in spec.buffers}
-    returned = [*(layouts[name] for name in spec.mutated_buffers), *(value.layout for value in spec.outputs)]
+    returned = [*(layouts[name] for name in spec.mutated), *(value.layout for value in spec.outputs)]
     outputs = [
         together([results[rank][index] for rank in ranks], layout, mesh) for index, layout in enumerate(returned)
     ]
@@ -78,7 +78,7 @@ def check_step(step: Joint, strategies: dict[str, Strategy], mesh: Mesh, options
     compiled = lower(step.annotated, strategies, mesh, options)
     outputs, gradients = run_step(step, compiled)
     expected, expected_gradients = step.results()
-    names = [*compiled.step.spec.mutated_buffers, *(value.name for value in compiled.step.spec.outputs)]
+    names = [*compiled.step.spec.mutated, *(value.name for value in compiled.step.spec.outputs)]
     for name, output, whole in zip(names, outputs, expected, strict=True):
         close(output, whole, f"{name} of {step.name}", step.tolerance)
     for name, gradient, whole in zip(step.captured.gradients, gradients, expected_gradients, strict=True):

@@ -99,7 +99,7 @@ def handmade_step(mesh: Mesh, dtype: str = "float64") -> Step:
             ValueSpec("loss", Layout(()), dtype, differentiable=True),
             ValueSpec("y", Layout(((data, rows), (tensor, columns))), dtype, differentiable=True),
         ),
-        mutated_buffers=("calls",),
+        mutated=("calls",),
         data_axes=(data,),
         graph_hash="handmade",
     )

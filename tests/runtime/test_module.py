@@ -293,7 +293,7 @@ def test_one_device_without_process_group() -> None:
         field: tuple(replace(x, layout=Layout.replicated(x.layout.global_shape)) for x in getattr(step.spec, field))
         for field in ("parameters", "buffers", "inputs", "outputs")
     }
-    spec = StepSpec(mesh=Mesh(()), mutated_buffers=("calls",), **values)
+    spec = StepSpec(mesh=Mesh(()), mutated=("calls",), **values)
     for gm in (step.forward, step.backward):
         assert gm is not None
         for node in list(gm.graph.nodes):

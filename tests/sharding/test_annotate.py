@@ -48,7 +48,7 @@ def test_decompositions_keep_the_step(name: str) -> None:
     loss = case.loss(model(**step.batch))
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     outputs, found = step.results()
-    assert_equal(outputs[len(step.captured.mutated_buffers)], loss.detach(), "loss")
+    assert_equal(outputs[len(step.captured.mutated)], loss.detach(), "loss")
     for parameter_name, got, expected in zip(step.captured.gradients, found, gradients, strict=True):
         tolerance = 1e-5 if "llama" in name else 1e-11  # Llama's norms are in float32
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=parameter_name)

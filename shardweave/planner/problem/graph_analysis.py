@@ -64,7 +64,7 @@ class Facts:
         values = graph_outputs(self.graph)
         self.returned = {root_of(value) for value in values if isinstance(value, fx.Node)}
         captured = annotated.captured
-        tangents = [captured.tangents[name] + len(captured.mutated_buffers) for name in annotated.tangents]
+        tangents = [captured.tangents[name] + len(captured.mutated) for name in annotated.tangents]
         self.differentiated = {root_of(values[index]) for index in tangents}
         """Of what is returned, that whose gradient is given."""
 

@@ -137,7 +137,7 @@ def _outputs(builder: ProblemBuilder) -> list[fx.Node]:
     returned = not builder.annotated.loss_inside if mode == "auto" else mode != "sharded"
     if not (captured.whole or returned):
         return []
-    first = len(captured.mutated_buffers)
+    first = len(captured.mutated)
     values = graph_outputs(captured.graph.graph)[first : first + len(captured.outputs)]
     return [value for value in values if isinstance(value, fx.Node) and value in builder.follows
             and isinstance(value.meta["val"], torch.Tensor) and value.meta["val"].dim()]  # fmt: skip
