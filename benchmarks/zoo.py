@@ -207,7 +207,7 @@ def largest_difference(compiler: Measured, lowered: Compiled, step: nn.Module, i
         parts |= {name: [change(part) for part in parts[name]] for name, change in changes.items()}
         given = [parts[value.name] for value in (*spec.parameters, *spec.buffers)] + batch
         results = list(zip(*lockstep.run(lowered.step.forward, mesh, given)))
-        written, (loss_parts, *saved) = results[: len(spec.mutated_buffers)], results[len(spec.mutated_buffers) :]
+        written, (loss_parts, *saved) = results[: len(spec.mutated)], results[len(spec.mutated) :]
         loss = trained(step, inputs, 0)
         worst = max(worst, difference(together(list(loss_parts), spec.outputs[0].layout, mesh), loss, 0.0))
         # 3. Backward.
@@ -233,7 +233,7 @@ def largest_difference(compiler: Measured, lowered: Compiled, step: nn.Module, i
                 part if gradient is None else part - LEARNING_RATE * gradient
                 for part, gradient in zip(parts[parameter.name], ranked, strict=True)
             ]
-        parts |= {name: list(ranked) for name, ranked in zip(spec.mutated_buffers, written, strict=True)}
+        parts |= {name: list(ranked) for name, ranked in zip(spec.mutated, written, strict=True)}
         with torch.no_grad():
             for weight in step.parameters():
                 if weight.grad is not None:
