@@ -208,6 +208,11 @@ def largest_difference(compiler: Measured, lowered: Compiled, step: nn.Module, i
         given = [parts[value.name] for value in (*spec.parameters, *spec.buffers)] + batch
         results = list(zip(*lockstep.run(lowered.step.forward, mesh, given)))
         written, (loss_parts, *saved) = results[: len(spec.mutated)], results[len(spec.mutated) :]
+        layouts = {value.name: value.layout for value in (*spec.parameters, *spec.buffers)}
+        parts |= {
+            name: lockstep.shard(ranked[0], layouts[name], mesh)
+            for name, ranked in zip(spec.mutated, written, strict=True)
+        }
         loss = trained(step, inputs, 0)
         worst = max(worst, difference(together(list(loss_parts), spec.outputs[0].layout, mesh), loss, 0.0))
         # 3. Backward.
@@ -233,7 +238,6 @@ def largest_difference(compiler: Measured, lowered: Compiled, step: nn.Module, i
                 part if gradient is None else part - LEARNING_RATE * gradient
                 for part, gradient in zip(parts[parameter.name], ranked, strict=True)
             ]
-        parts |= {name: list(ranked) for name, ranked in zip(spec.mutated, written, strict=True)}
         with torch.no_grad():
             for weight in step.parameters():
                 if weight.grad is not None:

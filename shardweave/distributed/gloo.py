@@ -119,7 +119,8 @@ def exchange(
     The parts to be received are announced before anything is sent.
     """
     received = sent.new_empty((sum(output_sizes), *sent.shape[1:]))
-    leaving, arriving = torch.split(sent, [*input_sizes]), torch.split(received, [*output_sizes])
+    # A kernel may return other strides than its fake one said; torch's own collectives copy what is not contiguous.
+    leaving, arriving = torch.split(sent.contiguous(), [*input_sizes]), torch.split(received, [*output_sizes])
     _send(leaving, arriving, received, group_name)
     return received
 
@@ -128,7 +129,7 @@ def gather(sent: torch.Tensor, group_name: str) -> torch.Tensor:
     """Start an all-gather along the first dimension; its result is to be waited for as that of `c10d` is."""
     size = group_named(group_name).size()
     received = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
-    _send([sent] * size, torch.split(received, sent.shape[0]), received, group_name)
+    _send([sent.contiguous()] * size, torch.split(received, sent.shape[0]), received, group_name)
     return received
 
 

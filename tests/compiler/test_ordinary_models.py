@@ -453,6 +453,40 @@ def test_reparametrized_weights_train_as_on_one_device(pool: WorkerPool) -> None
     assert pool.run(run, nprocs=4) == [[]] * 4
 
 
+# -- strides that fake kernels do not know
+
+
+class ChannelNorms(nn.Module):
+    """Norms over channels that are not last in memory, as ConvNeXt has: their backward on CPU returns other strides
+    than its fake kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.depth = nn.Conv2d(1, 8, 4, 4), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale, self.last, self.head = nn.Parameter(torch.full((8, 1, 1), 0.1)), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        hidden = self.norm(self.depth(x).permute(0, 2, 3, 1))
+        x = x + self.down(F.gelu(self.up(hidden))).permute(0, 3, 1, 2) * self.scale
+        x = self.last(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        loss: Tensor = self.head(x.mean((2, 3))).square().mean()
+        return loss
+
+
+def images(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
+    return {"images": torch.randn(size, 1, 16, 16, generator=generator)}
+
+
+def test_strides_that_fake_kernels_do_not_know(pool: WorkerPool) -> None:
+    case = Case("channels", ChannelNorms, images)
+    ways = [Way("tensor", {"*": "tensor:4"}), Way("column", {"*": "column"})]
+    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
+    run = partial(same_in_both_worlds, partial(two_steps, draw=images), steps, [way.name for way in ways], case)
+    assert pool.run(run, nprocs=4) == [[]] * 4
+
+
 # -- what torch computes with numbers and sizes that depend on values
 
 

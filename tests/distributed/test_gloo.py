@@ -68,12 +68,14 @@ def direct_and_by_torch(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     # What rank i sends to rank j has i * j rows: the first rank sends and gets nothing.
     sizes = [rank * other for other in range(size)]
     values = [torch.arange(sum(sizes) * 3).view(-1, 3).add(100 * rank + turn).to(dtype) for turn in range(3)]
-    started = [(exchange(x, sizes, sizes, name), gather(x[:1].new_full((2, 3), rank), name)) for x in values]
+    values[1] = values[1].t().contiguous().t()  # the columns are whole in memory, not the rows
+    mine = [x.new_full((2, 3), rank) if turn else x.new_full((3, 2), rank).t() for turn, x in enumerate(values)]
+    started = [(exchange(x, sizes, sizes, name), gather(own, name)) for x, own in zip(values, mine, strict=True)]
     ours = [c10d.wait_tensor(start) for pair in started for start in pair]
     theirs = []
-    for x in values:
+    for x, own in zip(values, mine, strict=True):
         theirs.append(c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, name)))
-        theirs.append(c10d.wait_tensor(c10d.all_gather_into_tensor(x[:1].new_full((2, 3), rank), size, name)))
+        theirs.append(c10d.wait_tensor(c10d.all_gather_into_tensor(own, size, name)))
     return list(zip(ours, theirs, strict=True))
 
 
