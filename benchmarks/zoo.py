@@ -201,18 +201,14 @@ def largest_difference(compiler: Measured, lowered: Compiled, step: nn.Module, i
     floor = NOISE[least_precise(captured)]
     trainable = [parameter for parameter in spec.parameters if parameter.trainable]
     worst = 0.0
-    changes = {value.name: value.change for value in (*spec.parameters, *spec.buffers) if value.change is not None}
+    changes = {value.name: value.change for value in spec.parameters if value.change is not None}
     for _ in range(STEPS):
         # 2. Forward on all ranks, and on one device.
         parts |= {name: [change(part) for part in parts[name]] for name, change in changes.items()}
         given = [parts[value.name] for value in (*spec.parameters, *spec.buffers)] + batch
         results = list(zip(*lockstep.run(lowered.step.forward, mesh, given)))
         written, (loss_parts, *saved) = results[: len(spec.mutated)], results[len(spec.mutated) :]
-        layouts = {value.name: value.layout for value in (*spec.parameters, *spec.buffers)}
-        parts |= {
-            name: lockstep.shard(ranked[0], layouts[name], mesh)
-            for name, ranked in zip(spec.mutated, written, strict=True)
-        }
+        parts |= {name: list(ranked) for name, ranked in zip(spec.mutated, written, strict=True)}
         loss = trained(step, inputs, 0)
         worst = max(worst, difference(together(list(loss_parts), spec.outputs[0].layout, mesh), loss, 0.0))
         # 3. Backward.

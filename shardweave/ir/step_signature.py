@@ -138,7 +138,7 @@ class StepSpec:
     2. The seed, if the step draws random numbers: an int that differs from call to call and is equal on all ranks.
     3. The local tensors of `parameters`, `buffers` and `inputs`.
 
-    It returns the new values of `mutated` buffers and parameters, which are whole, then `outputs`, then the values
+    It returns the new values of `mutated` buffers and parameters, in their layouts, then `outputs`, then the values
     saved for the backward. These include the seed if the backward draws random numbers too.
 
     The backward graph takes the coordinates, the saved values, and one tangent for each differentiable output (of its

@@ -216,6 +216,8 @@ class StepOutputs:
                 continue
             name = self.options.gradients[index - first_gradient] if index >= first_gradient else None
             wanted = self.options.outputs[index]
+            if (changed := self.options.mutated.get(index)) is not None:
+                wanted = self._at_rest(changed, value)
             if not isinstance(value, fx.Node):
                 self.results[index] = value
             elif name is None and not info(value).backward:
@@ -273,13 +275,17 @@ class StepOutputs:
         dtype = value.meta["val"].dtype
         sharding = self.values.state_sharding.get(name, StateSharding())
         dtypes = sharding.dtypes or Dtypes(dtype, dtype)
-        whole = Layout.replicated(value.meta["val"].shape)
-        at_rest = self.values.state_layouts.get(name) or sharding.at_rest or whole
+        at_rest = self._at_rest(name, value)
         first = self.values.gradient_layouts.get(name, at_rest) if self.options.all_reduce_gradients else at_rest
         summed = self._accumulated if self.options.accumulates else self._reduced
         found = summed(value, first, dtypes.reduced, origin)
         found = self.local.redistribute(found, first, at_rest, origin)
         return self.local.cast(found, dtypes.master, origin)
+
+    def _at_rest(self, name: str, value: fx.Node) -> Layout:
+        """The layout of a parameter's states."""
+        known = self.values.state_layouts.get(name) or self.values.state_sharding.get(name, StateSharding()).at_rest
+        return known or Layout.replicated(value.meta["val"].shape)
 
     def _accumulated(self, value: fx.Node, want: Layout, dtype: torch.dtype, origin: Origin) -> fx.Node:
         """The sum of a gradient over this run and the runs before, at `want`.
@@ -381,6 +387,8 @@ class Shard(Pass):
     """Whether a gradient is reduced to its accumulation layout before each device takes the part of its states."""
     exclude_from_sub_batches: Collection[str] = ()
     """Patterns of modules whose ops take all sub-batches at once."""
+    mutated: Mapping[int, str] = field(default_factory=dict)
+    """The parameters that have outputs as their new values, by index: each gets the layout of its states."""
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         sharder = Sharder(self, graph_module)

@@ -328,6 +328,7 @@ class _Lowering:
             captured.known,
             all_reduce_gradients=self.options.ablation.all_reduce_gradients,
             exclude_from_sub_batches=self.options.overlap.exclude_from_sub_batches,
+            mutated=boundary.mutated,
         )
         return boundary, shard
 

@@ -237,6 +237,8 @@ class Boundary:
         The layout of each output of the graph; None for the layout that it has.
     tangents : dict from str to int
         The index of the output that each tangent belongs to, by placeholder.
+    mutated : dict from int to str
+        The parameters whose new values the forward returns, by the index of the output.
     """
 
     def __init__(self, annotated: Annotated, mesh: Mesh, data: tuple[Axis, ...], options: Options) -> None:
@@ -270,7 +272,10 @@ class Boundary:
         if captured.whole:
             self.sources |= {name: self._batch(self.values[name]) for name in self.tangents}
             self.tangents = {}
+        # 4. New values of buffers are whole on each rank, those of parameters are laid out as the parameters are.
         mutated = [Layout.replicated(node.meta["val"].shape) for node in results[:first]]
+        names = {*captured.parameters.values()}
+        self.mutated = {index: name for index, name in enumerate(captured.mutated) if name in names}
         wanted = captured.input_gradients
         self.input_gradients = [self.sources[node] for node, name in captured.inputs.items() if name in wanted]
         self.wanted = [*mutated, *outputs, *self.input_gradients, *(None for _ in captured.gradients)]
@@ -330,9 +335,7 @@ class Boundary:
             for node, name in captured.parameters.items()
         )
         buffers = tuple(
-            ParameterSpec(
-                name, Layout.replicated(self.values[node].shape), dtype[node], False, change=captured.changes.get(name)
-            )
+            ParameterSpec(name, Layout.replicated(self.values[node].shape), dtype[node], False)
             for node, name in captured.buffers.items()
         )
         # 2. Inputs: the layout of a micro-batch's piece, and that of the whole input.

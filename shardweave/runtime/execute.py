@@ -31,7 +31,7 @@ from shardweave.runtime.grad_accumulation import (
 )
 from shardweave.runtime.inputs import InputGradients, wants_gradient
 from shardweave.runtime.module_tree import TensorLookup
-from shardweave.runtime.parameters import local_shard, local_tensor
+from shardweave.runtime.parameters import local_tensor
 from shardweave.runtime.tensor import as_gradient_of, untraced
 
 
@@ -287,7 +287,7 @@ class Executor:
     def __call__(self, inputs: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The step's outputs, from the local parts of its inputs, which the user has passed as `given`."""
         parameters = self.parameters()
-        self._change_states(parameters)
+        self._change_parameters(parameters)
         wanted = [given[index] for index in self.spec.differentiable_inputs]
         trains = self._trains([*parameters, *wanted])
         several = self.spec.micro_batches > 1
@@ -302,17 +302,17 @@ class Executor:
         trained = self.trained(parameters)
         return list(function.apply(self, inputs, passed, parameters, *wanted, *trained))  # type: ignore[no-untyped-call]
 
-    def _change_states(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Change the parameters and buffers that the forward changes element by element, each rank its part."""
-        changes = [spec.change for spec in (*self.spec.parameters, *self.spec.buffers)]
+    def _change_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Change the parameters that the forward changes element by element, each rank its part."""
+        changes = [spec.change for spec in self.spec.parameters]
         if not any(changes):
             return
         self.agreement()
-        for change, tensor in zip(changes, (*parameters, *self.buffers()), strict=True):
+        for change, parameter in zip(changes, parameters, strict=True):
             if change is not None:
-                part = local_tensor(tensor).detach()
+                part = local_tensor(parameter).detach()
                 part.copy_(change(part))
-                torch.autograd.graph.increment_version(tensor)  # parameters that were gathered are out of date
+                torch.autograd.graph.increment_version(parameter)  # those that were gathered are out of date
 
     def trained(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The `parameters` that some output depends on. Autograd and hooks must not see the others."""
@@ -365,15 +365,13 @@ class Executor:
         mutated = len(self.spec.mutated)
         if mutated:
             specs, states = (*self.spec.parameters, *self.spec.buffers), (*parameters, *self.buffers())
-            by_name = {spec.name: (spec, state) for spec, state in zip(specs, states, strict=True)}
+            by_name = {spec.name: state for spec, state in zip(specs, states, strict=True)}
             changing = [by_name[name] for name in self.spec.mutated]
-            parts = [local_tensor(state).detach() for _, state in changing]
+            parts = [local_tensor(state).detach() for state in changing]
             memory = {_memory(part) for part in parts}
             saved = [x.clone() if isinstance(x, torch.Tensor) and _memory(x) in memory else x for x in saved]
-            coordinates = dict(zip((axis.name for axis in self.spec.mesh.axes), self.coordinates, strict=True))
-            for (spec, state), part, value in zip(changing, parts, returned, strict=False):
-                is_whole = spec.layout.is_replicated
-                part.copy_(value if is_whole else local_shard(value, spec.layout, coordinates))
+            for state, part, value in zip(changing, parts, returned, strict=False):
+                part.copy_(value)
                 torch.autograd.graph.increment_version(state)  # parameters that were gathered are out of date
         return returned[mutated:], saved
 
