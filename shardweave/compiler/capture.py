@@ -439,11 +439,13 @@ def _captured_step(
     """The captured step of AOTAutograd's joint graph, whose inputs and outputs are described in ``meta["desc"]``."""
     graph = module.graph
     tied = _first_names(model.named_parameters(remove_duplicate=False))
-    times = Counter(tied.values())
-    parameters_of_model = dict(model.named_parameters())
-    frozen = {name for name, parameter in parameters_of_model.items() if not parameter.requires_grad}
-    own = {name: each.dtype for name, each in parameters_of_model.items() if times[name] == 1 or name in frozen}
-    changes, computed = take_parameter_changes(graph, own, frozen)
+    of_model = dict(model.named_parameters())
+    read = [getattr(node.meta["desc"], "target", "") for node in graph.find_nodes(op="placeholder")]
+    times = Counter(tied[name] for name in read if name in tied)
+    once = {name: of_model[tied[name]] for name in read if times[tied.get(name, "")] == 1}
+    frozen = {name for name, parameter in once.items() if not parameter.requires_grad}
+    moved, computed = take_parameter_changes(graph, {name: each.dtype for name, each in once.items()}, frozen)
+    changes, computed = {tied[name]: change for name, change in moved.items()}, {tied[name] for name in computed}
     fold_conjugates(graph)
     fold_copies(graph)
     linalg_checks_as_values(graph)

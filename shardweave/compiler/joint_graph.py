@@ -163,7 +163,7 @@ def _is_cast_of(user: fx.Node, node: fx.Node) -> bool:
 
 def take_parameter_changes(
     graph: fx.Graph, parameters: Mapping[str, torch.dtype], frozen: Collection[str]
-) -> tuple[dict[str, fx.GraphModule], frozenset[str]]:
+) -> tuple[dict[str, fx.GraphModule], set[str]]:
     """Take in-place changes of these parameters out of the graph, which then reads the parameters as changed.
 
     Parameters are given by their names, with their own dtypes: in mixed precision, the graph has copies in others. The
@@ -175,7 +175,7 @@ def take_parameter_changes(
     changes : dict of str to GraphModule
         By the names of the parameters, the changes in which an element depends on that element alone, so that a rank
         can change its part.
-    computed : frozenset of str
+    computed : set of str
         The parameters whose new values are results of the graph, as those of buffers are.
     """
     output = graph.output_node()
@@ -224,7 +224,7 @@ def take_parameter_changes(
         value.replace_all_uses_with(parameter)
         for node in reversed(ops):
             graph.erase_node(node)
-    return changes, frozenset(computed)
+    return changes, computed
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -32,7 +32,7 @@ from shardweave.runtime.grad_accumulation import (
 from shardweave.runtime.inputs import InputGradients, wants_gradient
 from shardweave.runtime.module_tree import TensorLookup
 from shardweave.runtime.parameters import local_tensor
-from shardweave.runtime.tensor import as_gradient_of, untraced
+from shardweave.runtime.tensor import in_layout_of, untraced
 
 
 def boxed(
@@ -371,7 +371,7 @@ class Executor:
             memory = {_memory(part) for part in parts}
             saved = [x.clone() if isinstance(x, torch.Tensor) and _memory(x) in memory else x for x in saved]
             for state, part, value in zip(changing, parts, returned, strict=False):
-                part.copy_(value)
+                part.copy_(local_tensor(in_layout_of(value, state)))
                 torch.autograd.graph.increment_version(state)  # parameters that were gathered are out of date
         return returned[mutated:], saved
 
@@ -561,7 +561,7 @@ class Executor:
             for index, (gradient, sources) in enumerate(zip(found, self.sources, strict=True))
             if sources
         ]
-        return [None if g is None else as_gradient_of(g, p) for g, p in zip(owned, parameters, strict=True)]
+        return [None if g is None else in_layout_of(g, p) for g, p in zip(owned, parameters, strict=True)]
 
 
 @dataclass(frozen=True)

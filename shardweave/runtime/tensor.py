@@ -237,8 +237,8 @@ def distribute(local: torch.Tensor, layout: Layout, mesh: RuntimeMesh) -> torch.
     return ParallelTensor.of(unpadded(local, part_shape(layout, sharding.coordinates)), sharding)
 
 
-def as_gradient_of(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient of `parameter`, of its type and layout, from this rank's part `local` with or without padding."""
+def in_layout_of(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor like `parameter`, of its type and layout, from this rank's part `local` with or without padding."""
     if not isinstance(parameter, ParallelTensor):
         sharding = sharding_in_step(parameter)
         return local if sharding is None else gather(local, sharding.layout, sharding.mesh)

@@ -95,6 +95,20 @@ class Initialised(Normalized):
         pass
 
 
+class Uneven(nn.Module):
+    """Sizes that two ranks do not divide, and a table with `max_norm` that is the weight of the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(11, 8, max_norm=0.5), Magnitudes(8, 13), Magnitudes(13, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.argmax(1)
+        return F.cross_entropy(self.head(self.down(F.silu(self.up(x + self.table(words))))), words)
+
+
 def batches() -> Iterator[Tensor]:
     for size in (8, 4, 8):
         yield torch.randn(size, 8, generator=torch.Generator().manual_seed(size)).double()
@@ -132,6 +146,10 @@ def trains_as_on_one_device(kind: type[nn.Module], force: Any, options: dict[str
 def test_states_that_the_forward_changes(kind: type[nn.Module], tensor: str, way: str, pool: WorkerPool) -> None:
     force = {tensor: way} if way == "column" else {"*": way}
     pool.run(trains_as_on_one_device, kind, force, {}, nprocs=2, timeout=300)
+
+
+def test_parameters_that_ranks_do_not_divide(pool: WorkerPool) -> None:
+    pool.run(trains_as_on_one_device, Uneven, {"*": "zdp"}, {}, nprocs=2, timeout=300)
 
 
 @pytest.mark.parametrize("options", [{"micro_batches": 2}, {"sub_batches": 2}, {"batch": "local"}], ids=str)

@@ -28,7 +28,7 @@ from shardweave.runtime.parameters import (
     placements,
     unpadded,
 )
-from shardweave.runtime.tensor import as_gradient_of, distribute
+from shardweave.runtime.tensor import distribute, in_layout_of
 from tests.passes.harness import examples
 
 CUBE = Mesh.of_levels([("gpu", 4), ("node", 2)])
@@ -215,7 +215,7 @@ def optimise(mesh: Mesh, index: int, max_norm: float) -> None:
     for step in range(3):
         for seed, layout in enumerate(LAYOUTS):
             whole[seed].grad = values(layout, 100 * step + seed)
-            parts[seed].grad = as_gradient_of(local_tensor(make(running, layout, 100 * step + seed)), parts[seed])
+            parts[seed].grad = in_layout_of(local_tensor(make(running, layout, 100 * step + seed)), parts[seed])
         norms = [torch.nn.utils.clip_grad_norm_(parameters, max_norm) for parameters in (whole, parts)]
         total = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
         torch.testing.assert_close(total, norms[0])
