@@ -63,6 +63,7 @@ from shardweave.ir import (
     as_call,
     canonical_arguments,
     leaf_names,
+    refuse_layout,
     with_objects_opened,
 )
 from shardweave.runtime import copy_with_tensors, wants_gradient
@@ -187,6 +188,9 @@ def capture(model: nn.Module, example_inputs: Any, precision: Precision | None =
     leaves, spec = pytree.tree_flatten((args, kwargs))
     # 2. Refuse what cannot be trained.
     refuse_backward_hooks(model)
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            refuse_layout(name, leaf)
     sized = {name: leaf for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor) and leaf.dim()}
     if sized and all(leaf.shape[0] == 0 for leaf in sized.values()):
         shapes = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in sized.items())

@@ -18,6 +18,7 @@ from shardweave.ir.captured import (
     leaf_names,
     plain,
     refuse_changed,
+    refuse_layout,
     shown_value,
     with_objects_opened,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "outermost_first",
     "plain",
     "refuse_changed",
+    "refuse_layout",
     "shown_value",
     "output_layouts",
     "preset",

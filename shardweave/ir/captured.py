@@ -130,6 +130,7 @@ class CallTree:
             if position in self.tensor_positions:
                 if not isinstance(leaf, Tensor):
                     raise InputError(f"the argument {name} must be a tensor, got {type(leaf).__name__}")
+                refuse_layout(name, leaf)
             elif isinstance(leaf, Tensor) or leaf != constant:
                 got = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
                 raise InputError(
@@ -150,6 +151,26 @@ class CallTree:
         tensors = iter(outputs)
         values = [next(tensors) if constant is TENSOR_OUTPUT else constant for constant in self.output_constants]
         return pytree.tree_unflatten(values, self.output_spec)
+
+
+def refuse_layout(name: str, tensor: Tensor) -> None:
+    """Raise InputError for an argument that is a sparse or a nested tensor.
+
+    >>> refuse_layout("graph", torch.eye(2).to_sparse())
+    Traceback (most recent call last):
+    ...
+    shardweave.ir.errors.InputError: the argument 'graph' is a tensor of the layout torch.sparse_coo, and a step ...
+    """
+    if tensor.is_nested:
+        raise InputError(
+            f"the argument {name!r} is a nested tensor, and a step takes dense ones: pass its values() and offsets(), "
+            "and make it in the forward, by torch.nested.nested_tensor_from_jagged(values, offsets)"
+        )
+    if tensor.layout is not torch.strided:
+        raise InputError(
+            f"the argument {name!r} is a tensor of the layout {tensor.layout}, and a step takes dense ones: pass "
+            f"{name}.to_dense(); or its indices and values, and compute with index_select and index_add"
+        )
 
 
 def attribute_of_input(name: str, attribute: str) -> tuple[str, str]:

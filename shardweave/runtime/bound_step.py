@@ -33,6 +33,7 @@ from shardweave.ir import (
     canonical_arguments,
     dtype_name,
     leaf_names,
+    refuse_layout,
     shown_value,
 )
 from shardweave.ops import IndexChecks
@@ -149,6 +150,7 @@ class Recompile:
         known = {each.name: each for step in steps for each in step.spec.inputs}
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, torch.Tensor):
+                refuse_layout(name, leaf)
                 dtype = known[name].dtype if name in known else dtype_name(leaf.dtype)
                 check_tensor(leaf, ValueSpec(name, Layout.replicated(leaf.shape), dtype, True), device_type)
                 leaves[index] = leaf.detach().requires_grad_(wants_gradient(leaf))

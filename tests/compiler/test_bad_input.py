@@ -170,6 +170,9 @@ X, Y = torch.zeros(8, 6), torch.zeros(8, 7)
         ((X,), {"target": Y}, ("target",)),
         ((), {}, ("forward", "x")),
         ((X.to("meta"), Y), {}, ("'x'", "meta", "cpu")),
+        ((X.to_sparse(), Y), {}, ("'x'", "torch.sparse_coo", "x.to_dense()")),
+        ((X.to_sparse_csr(), Y), {}, ("'x'", "torch.sparse_csr", "x.to_dense()")),
+        ((X, torch.nested.as_nested_tensor([*Y], layout=torch.jagged)), {}, ("'targets'", "nested_tensor_from_jagged")),
     ],
 )
 def test_an_input_of_another_dtype_or_kind(
@@ -205,6 +208,8 @@ def inputs_on_ranks() -> None:
     expected = parallel(**good)
     assert_told(caught(parallel.local, torch.zeros(6, 7)), "(6, 7)", "4 parts")
     assert_told(caught(parallel, torch.zeros(8, 6), torch.zeros(8, 7, dtype=torch.float64)), "'targets'", "float64")
+    assert_told(caught(parallel, torch.zeros(8, 6), torch.zeros(8, 7).to_sparse()), "'targets'", "sparse_coo")
+    assert_told(caught(compiled, inputs={"x": X.to_sparse(), "targets": Y}), "'x'", "torch.sparse_coo")
     torch.testing.assert_close(parallel(**good), expected)
 
 
