@@ -24,6 +24,7 @@ from shardweave.compiler.branch_selection import CHANGED_PARAMETER, LISTED
 from shardweave.compiler.branches import LOOP
 from shardweave.compiler.constants import DRAWN, INDEXED
 from shardweave.compiler.dynamo_workarounds import CLOCK, CLOCK_WAY_OUT, DRAW_WAY_OUT, HINTS, USED_GRADIENT
+from shardweave.compiler.traceable_forms import EMPTY_OBSERVER
 from shardweave.ir import CaptureError, InternalError, ParallelError
 from shardweave.runtime import ParallelModule
 
@@ -119,6 +120,12 @@ _ARRAY_WAY_OUT = (
     "Make the array a list of Python numbers, or a tensor, where the model is built: array.tolist(), "
     "torch.from_numpy(array). Numbers of numpy, and what numpy computes from numbers alone, are captured."
 )
+_SPARSE = "does not support sparse", "meta converter nyi", "sparse_coo_tensor.", "sparse_csr_tensor."
+_SPARSE_WAY_OUT = (
+    "A step computes with dense tensors: make it dense (to_dense()), or compute with its indices and values, as "
+    "torch.zeros_like(x).index_add(0, rows, values[:, None] * x[columns]) for a matrix times x."
+)
+_DISABLED_WAY_OUT = "Leave torch.compiler.disable out: a captured step is one graph of all that the forward computes."
 _OUTSIDE = "Call that outside of the forward: a captured step has ops on tensors alone. Then compile again."
 _RAISED = (
     "The model itself stops here: mend the call or the config, then compile again. If it runs by itself, it makes up "
@@ -264,6 +271,10 @@ def _causes(error: BaseException) -> list[BaseException]:
 def _reason(chain: list[BaseException]) -> tuple[str, str]:
     """The reason, and the way out."""
     text = str(chain[0])
+    if EMPTY_OBSERVER in text:
+        return EMPTY_OBSERVER, "Call the model once before it is compiled, with the same batch on all ranks."
+    if any(words in text for words in _SPARSE):
+        return "it computes with a sparse tensor", _SPARSE_WAY_OUT
     if raised := re.search(r"(?:raised exception|: got) (\w+)\((.*?)\)\n", text, re.DOTALL):
         return f"it raises {raised[1]}: {raised[2]}", _RAISED
     if "assertion failed" in text and "ConstantVariable" in text:
@@ -296,6 +307,10 @@ def _reason(chain: list[BaseException]) -> tuple[str, str]:
     explanation = re.search(r"Explanation: (.+)", text)
     if explanation and "trace the builtin" in explanation[1]:
         return explanation[1].partition(" This function is")[0], _OUTSIDE
+    if explanation and (skipped := re.search(r"marked that the function `([^`]+)`", explanation[1])):
+        return f"it calls {skipped[1]}, which torch does not trace", _OUTSIDE
+    if explanation and (disabled := re.search(r"function `<function (\S+).*torch\.compiler\.disable", explanation[1])):
+        return f"it calls {disabled[1]}, which torch.compiler.disable keeps out of graphs", _DISABLED_WAY_OUT
     if "modified by an inplace operation" in text:
         return text.strip().partition(" Hint:")[0], _OVERWRITTEN_WAY_OUT
     return explanation[1] if explanation else text.strip().split("\n")[0] or type(chain[0]).__name__, _WAY_OUT

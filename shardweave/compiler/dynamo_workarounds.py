@@ -15,6 +15,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -81,6 +82,7 @@ def traceable(model: nn.Module) -> Patch:
         _tensor_attributes_set(),
         _numpy_numbers(),
         _names_of_torch(),
+        _quantization_aware_layers(),
         _attention_kernels(),
         _draws_and_clocks(),
         # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
@@ -350,6 +352,15 @@ def _names_of_torch() -> Patch:
         return call(self, tx, name, args, kwargs)
 
     return mock.patch.object(attribute, "call_method", call_method)
+
+
+def _quantization_aware_layers() -> Patch:
+    """Let Dynamo trace the layers and fake quantization of `torch.ao`, which it skips."""
+    rules: Any = torch._dynamo.trace_rules
+    folder, known = Path(torch.__file__).parent / "ao", rules.get_mod_inlinelist()
+    traced = {(folder / name).as_posix() for name in ("nn/intrinsic/qat", "nn/qat", "quantization")}
+    inlined = known | traced
+    return mock.patch.object(rules, "get_mod_inlinelist", lambda: inlined)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 Patch = contextlib.AbstractContextManager[Any]
+EMPTY_OBSERVER = "an observer for quantization has seen nothing, and a step does not give it a shape"
 
 
 @contextlib.contextmanager
@@ -43,6 +44,7 @@ def traceable_forms() -> Patch:
         _ctc_losses(),
         mock.patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax),
         _traced_as({torch.ops.aten.embedding_renorm_.default: _embedding_renorm}),
+        _traced_as({torch.ops.aten.fused_moving_avg_obs_fake_quant.default: _fake_quantized}),
         _bincounts(),
         _inlined_as({checkpoint_sequential: _checkpoint_sequential}),
         _covariances(),
@@ -371,6 +373,31 @@ def _embedding_renorm(table: Tensor, indices: Tensor, max_norm: float, norm_type
     norms = torch.linalg.vector_norm(table, norm_type, 1, keepdim=True)
     is_long = (uses > 0)[:, None] & (norms > max_norm)
     return table.copy_(torch.where(is_long, table * (max_norm / (norms + 1e-7)), table))
+
+
+def _fake_quantized(
+    x: Tensor, observes: Tensor, quantizes: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor,
+    zero_point: Tensor, averaging_const: float, quant_min: int, quant_max: int, ch_axis: int,
+    per_row_fake_quant: bool = False, symmetric_quant: bool = False,
+) -> Tensor:  # fmt: skip
+    """The fake quantization of `torch.ao`: its op gets the smallest and the largest elements alone.
+
+    All else is element by element. The gradient passes where the level is one of the quantized ones.
+    """
+    if not running_min.numel():
+        raise RuntimeError(EMPTY_OBSERVER)
+    others = [dim for dim in range(x.dim()) if not per_row_fake_quant or dim != ch_axis % x.dim()]
+    ends = torch.stack([x.detach().amin(others), x.detach().amax(others)], -1)
+    torch.ops.aten._fused_moving_avg_obs_fq_helper(
+        ends, observes, quantizes, running_min, running_max, scale, zero_point, averaging_const, quant_min, quant_max,
+        0, per_row_fake_quant, symmetric_quant,
+    )  # fmt: skip
+    shape = [1 if dim in others else -1 for dim in range(x.dim())]
+    steps, zeros = scale.reshape(shape), zero_point.reshape(shape)
+    level = torch.round(x.detach() * (1 / steps)) + zeros
+    passed = torch.where((level >= quant_min) & (level <= quant_max), x, 0)
+    quantized = (level.clamp(quant_min, quant_max) - zeros) * steps + (passed - passed.detach())
+    return torch.where(quantizes.reshape([1] * x.dim()) == 1, quantized, x)
 
 
 def _ctc_losses() -> Patch:

@@ -158,6 +158,24 @@ def says(x: Tensor) -> Tensor:
     return Saying.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def sparse(x: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(INDICES, VALUES, (8, 8)) @ x
+
+
+def collates(x: Tensor) -> Tensor:
+    return torch.utils.data.default_collate([x, x])  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def disabled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def calls_disabled(x: Tensor) -> Tensor:
+    return disabled(x)  # type: ignore[no-any-return]
+
+
+INDICES, VALUES = torch.eye(8).to_sparse().indices(), torch.ones(8)
 WAY, STOPS, PRINT = "torch.where", "mend the call or the config", "Take the print out"
 DRAW = "Draw with torch"
 REFUSED = [
@@ -179,6 +197,9 @@ REFUSED = [
     (chooses, "random.choice draws another number", "random.choice(", DRAW),
     (of_its_own, "random.random draws another number", "GENERATOR.random()", DRAW),
     (of_numpy, "numpy.random.normal draws another number", "NUMBERS.normal()", DRAW),
+    (sparse, "it computes with a sparse tensor", "torch.sparse_coo_tensor(INDICES", "make it dense"),
+    (collates, "it calls default_collate, which torch does not trace", "default_collate([x", "outside of the forward"),
+    (calls_disabled, "it calls disabled, which torch.compiler.disable keeps", "return disabled(x)", "one graph"),
     (says, "builtin operator `print`", "# prints in a backward", PRINT),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as higher_order_map
+from torch.ao import quantization
 from torch.nn.utils import parametrizations
 
 import shardweave as sw
@@ -453,6 +455,68 @@ def test_reparametrized_weights_train_as_on_one_device(pool: WorkerPool) -> None
     assert pool.run(run, nprocs=4) == [[]] * 4
 
 
+# -- quantization-aware training
+
+
+class Quantized(nn.Module):
+    """A convolution with a batch norm and a layer, which `torch.ao` trains for integers of eight bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantized, self.whole = quantization.QuantStub(), quantization.DeQuantStub()
+        self.conv, self.norm, self.act = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.act(self.norm(self.conv(self.quantized(images))))
+        loss: Tensor = self.whole(self.head(hidden.mean((2, 3)))).square().mean()
+        return loss
+
+
+def images(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
+    return {"images": torch.randn(size, 1, 16, 16, generator=generator)}
+
+
+def prepared(calls: int = 1) -> Any:
+    torch.manual_seed(0)
+    model: Any = Quantized().train()
+    model.qconfig = quantization.get_default_qat_qconfig("x86")
+    model = quantization.fuse_modules_qat(model, [["conv", "norm", "act"]])
+    quantization.prepare_qat(model, inplace=True)
+    for _ in range(calls):
+        model(**Case("", Quantized, images).batch(7))
+    return model
+
+
+def trains_quantized() -> list[str]:
+    failures = []
+    for force, observes in itertools.product(("zdp", "column"), (True, False)):
+        model = prepared()
+        if not observes:
+            model.apply(quantization.disable_observer)
+        batches = [Case("", Quantized, images).batch(step) for step in range(3)]
+        options = sw.Options(force={"*": force})
+        parallel: Any = sw.compile_parallel(model, sw.Cluster.local(2), batches[0], options=options, progress=False)
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, parallel)]
+        for batch in batches:
+            for each, optimizer in zip((model, parallel), optimizers, strict=True):
+                each(**batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, found in parallel.full_state_dict().items():
+            if not torch.allclose(found.double(), model.state_dict()[name].double(), rtol=1e-4, atol=1e-6):
+                failures.append(f"{force}, observes {observes}: {name}")
+    return failures
+
+
+@pytest.mark.filterwarnings("ignore:Please use quant_min", "ignore::DeprecationWarning")
+def test_quantization_aware_training_is_that_of_one_device(pool: WorkerPool) -> None:
+    assert pool.run(trains_quantized, nprocs=2) == [[], []]
+    told = "an observer for quantization has seen nothing(?s:.)*Call the model once"
+    with pytest.raises(sw.CaptureError, match=told):
+        sw.compile_parallel(prepared(0), sw.Cluster.local(1), Case("", Quantized, images).batch(0), progress=False)
+
+
 # -- strides that fake kernels do not know
 
 
@@ -473,10 +537,6 @@ class ChannelNorms(nn.Module):
         x = self.last(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         loss: Tensor = self.head(x.mean((2, 3))).square().mean()
         return loss
-
-
-def images(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
-    return {"images": torch.randn(size, 1, 16, 16, generator=generator)}
 
 
 def test_strides_that_fake_kernels_do_not_know(pool: WorkerPool) -> None:

@@ -39,6 +39,7 @@ OPS = sorted(set(CASES) & set(RULES), key=str)
 WHOLE = {
     aten.prod.default, aten.median.default, aten.nanmedian.default, aten.randperm.default,
     aten.nonzero_static.default, aten.repeat_interleave.Tensor, torch.ops.shardweave.region.default,
+    aten._fused_moving_avg_obs_fq_helper_functional.default,
 }  # fmt: skip
 """Ops whose rules have no free factor: they stay in one piece."""
 COMBINE = {"sum": torch.add, "own": torch.add, "max": torch.maximum, "min": torch.minimum}

@@ -122,6 +122,11 @@ family(
     bind_whole,
     "which elements are chosen, or repeated; blocked: all dimensions",
 )
+family(
+    [aten._fused_moving_avg_obs_fq_helper_functional.default],
+    bind_whole,
+    "the ends of a tensor, and the steps of its quantization; blocked: all dimensions",
+)
 family(SCANS, along("dim"), "in order along a dimension; blocked: that dimension")
 family(
     [aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default],

@@ -16,6 +16,16 @@ aten = torch.ops.aten
 # -- reductions
 
 
+@case(aten._fused_moving_avg_obs_fq_helper_functional.default)
+def fake_quantized_ends(d: Draw) -> Call:
+    channels, by_channel = d.size(), d.flag()
+    sizes, flags = [channels] if by_channel else [], [torch.tensor([int(d.flag())]) for _ in range(2)]
+    known = [d.tensor(*sizes).abs().neg(), d.tensor(*sizes).abs()]
+    steps = [d.tensor(*(sizes or [1])).abs() + 0.1, torch.zeros(*(sizes or [1]), dtype=torch.int32)]
+    values = [each.float() for each in (d.tensor(*sizes, 2), *known, steps[0])]
+    return (values[0], *flags, *values[1:], steps[1], 0.01, -8, 7, 0, by_channel, d.flag()), {}
+
+
 @case(aten.any.default, aten.all.default)
 def any_all(d: Draw) -> Call:
     size = d.sizes(0, 3)
