@@ -83,6 +83,7 @@ def traceable(model: nn.Module) -> Patch:
         _numpy_numbers(),
         _names_of_torch(),
         _quantization_aware_layers(),
+        _functions_of_one_tensor(),
         _attention_kernels(),
         _draws_and_clocks(),
         # ``self.count += 1`` registers an `nn.Buffer` again, which Dynamo does not trace; other buffers are put back.
@@ -361,6 +362,23 @@ def _quantization_aware_layers() -> Patch:
     traced = {(folder / name).as_posix() for name in ("nn/intrinsic/qat", "nn/qat", "quantization")}
     inlined = known | traced
     return mock.patch.object(rules, "get_mod_inlinelist", lambda: inlined)
+
+
+def _functions_of_one_tensor() -> Patch:
+    """Let Dynamo trace an `autograd.Function` that gets one tensor twice, as keys and values: by a view of it."""
+    function: Any = torch._dynamo.variables.AutogradFunctionVariable
+    apply = function.call_apply
+
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        seen, own = list[Any](), list[Any]()
+        for arg in (each.realize() for each in args):
+            value = arg.as_proxy().node.meta.get("example_value") if arg.is_tensor() else None
+            is_known = value is not None and any(value is each for each in seen)
+            own.append(arg.call_method(tx, "view_as", [arg], {}) if is_known else arg)
+            seen.append(value)
+        return apply(self, tx, own, kwargs)
+
+    return mock.patch.object(function, "call_apply", call_apply)
 
 
 @contextlib.contextmanager

@@ -196,11 +196,39 @@ def rows(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
     return {"x": torch.randn(size, 8, generator=generator)}
 
 
+class Attending(torch.autograd.Function):
+    """A product of queries, keys and values with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        return (query * key).sum(-1, keepdim=True) * value * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value = ctx.saved_tensors
+        weight, of_weight = (query * key).sum(-1, keepdim=True), (gradient * value).sum(-1, keepdim=True) * ctx.scale
+        return of_weight * key, of_weight * query, gradient * weight * ctx.scale, None
+
+
+class OneTensor(nn.Module):
+    """A function that gets one tensor several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Any = self.up(x)
+        return self.down(Attending.apply(hidden, hidden, hidden, 2.0) + Attending.apply(hidden, x, x, 1.0)).mean()
+
+
 MODELS = {
     model.__name__: model
     for model in (
         Coupling, Constants, Empty, Recurrent, Computed, Elementwise, Statistics, Variational, Stacked, Concatenated,
-        Loops,
+        Loops, OneTensor,
     )  # fmt: skip
 }
 
