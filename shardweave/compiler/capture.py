@@ -15,7 +15,7 @@ import inspect
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -430,6 +430,20 @@ def _first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: first.setdefault(tensor, name) for name, tensor in named}
 
 
+def _parameter_changes(
+    model: nn.Module, graph: fx.Graph, first_names: Mapping[str, str]
+) -> tuple[dict[str, fx.GraphModule], set[str]]:
+    """What `take_parameter_changes` returns for the parameters that the graph takes once, by their first names."""
+    parameters = dict(model.named_parameters())
+    taken = [getattr(node.meta["desc"], "target", "") for node in graph.find_nodes(op="placeholder")]
+    times = Counter(first_names[name] for name in taken if name in first_names)
+    once = {name: parameters[first_names[name]] for name in taken if times[first_names.get(name, "")] == 1}
+    frozen = {name for name, parameter in once.items() if not parameter.requires_grad}
+    dtypes = {name: parameter.dtype for name, parameter in once.items()}
+    changes, computed = take_parameter_changes(graph, dtypes, frozen)
+    return {first_names[name]: each for name, each in changes.items()}, {first_names[name] for name in computed}
+
+
 def _captured_step(
     module: fx.GraphModule,
     out_spec: pytree.TreeSpec,
@@ -443,13 +457,7 @@ def _captured_step(
     """The captured step of AOTAutograd's joint graph, whose inputs and outputs are described in ``meta["desc"]``."""
     graph = module.graph
     tied = _first_names(model.named_parameters(remove_duplicate=False))
-    of_model = dict(model.named_parameters())
-    read = [getattr(node.meta["desc"], "target", "") for node in graph.find_nodes(op="placeholder")]
-    times = Counter(tied[name] for name in read if name in tied)
-    once = {name: of_model[tied[name]] for name in read if times[tied.get(name, "")] == 1}
-    frozen = {name for name, parameter in once.items() if not parameter.requires_grad}
-    moved, computed = take_parameter_changes(graph, {name: each.dtype for name, each in once.items()}, frozen)
-    changes, computed = {tied[name]: change for name, change in moved.items()}, {tied[name] for name in computed}
+    changes, computed = _parameter_changes(model, graph, tied)
     fold_conjugates(graph)
     fold_copies(graph)
     linalg_checks_as_values(graph)
