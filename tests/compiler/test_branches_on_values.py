@@ -453,6 +453,8 @@ class ReadBefore(Normalized):
 def test_parameters_that_a_branch_writes() -> None:
     model, x = Normalized(), torch.randn(4, 8)
     assert_computes(capture(model, x), model, (x,), {})
+    assert model.is_ready
+    assert_computes(capture(model, x), model, (x,), {})
 
 
 @pytest.mark.parametrize("kind", [ReadAfterwards, ReadBefore])

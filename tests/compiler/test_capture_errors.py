@@ -163,18 +163,20 @@ def sparse(x: Tensor) -> Tensor:
 
 
 def collates(x: Tensor) -> Tensor:
-    return torch.utils.data.default_collate([x, x])  # type: ignore[no-any-return]
+    both: Tensor = torch.utils.data.default_collate([x, x])
+    return both
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def disabled(x: Tensor) -> Tensor:
     return x * 2
 
 
 def calls_disabled(x: Tensor) -> Tensor:
-    return disabled(x)  # type: ignore[no-any-return]
+    result: Tensor = KEPT_OUT(x)
+    return result
 
 
+KEPT_OUT: Any = torch.compiler.disable(disabled)
 INDICES, VALUES = torch.eye(8).to_sparse().indices(), torch.ones(8)
 WAY, STOPS, PRINT = "torch.where", "mend the call or the config", "Take the print out"
 DRAW = "Draw with torch"
@@ -199,7 +201,7 @@ REFUSED = [
     (of_numpy, "numpy.random.normal draws another number", "NUMBERS.normal()", DRAW),
     (sparse, "it computes with a sparse tensor", "torch.sparse_coo_tensor(INDICES", "make it dense"),
     (collates, "it calls default_collate, which torch does not trace", "default_collate([x", "outside of the forward"),
-    (calls_disabled, "it calls disabled, which torch.compiler.disable keeps", "return disabled(x)", "one graph"),
+    (calls_disabled, "it calls disabled, which torch.compiler.disable keeps", "Tensor = KEPT_OUT(x)", "one graph"),
     (says, "builtin operator `print`", "# prints in a backward", PRINT),
 ]
 

@@ -152,12 +152,9 @@ def test_parameters_that_ranks_do_not_divide(pool: WorkerPool) -> None:
     pool.run(trains_as_on_one_device, Uneven, {"*": "zdp"}, {}, nprocs=2, timeout=300)
 
 
-@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"sub_batches": 2}, {"batch": "local"}], ids=str)
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"sub_batches": 2}], ids=str)
 def test_parameters_that_the_forward_changes_in_parts_of_a_batch(options: dict[str, Any], pool: WorkerPool) -> None:
-    if options == {"batch": "local"}:
-        pool.run(of_own_samples, nprocs=2, timeout=300)
-    else:
-        pool.run(trains_as_on_one_device, Initialised, {"*": "zdp"}, options, nprocs=2, timeout=300)
+    pool.run(trains_as_on_one_device, Initialised, {"*": "zdp"}, options, nprocs=2, timeout=300)
 
 
 def of_own_samples() -> None:
@@ -177,3 +174,7 @@ def of_own_samples() -> None:
     torch.testing.assert_close(dict(parallel.full_state_dict()), dict(model.state_dict()))
     for name, parameter in parallel.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), model.get_parameter(name).grad, msg=name)
+
+
+def test_ranks_with_samples_of_their_own_change_parameters_alike(pool: WorkerPool) -> None:
+    pool.run(of_own_samples, nprocs=2, timeout=300)

@@ -254,15 +254,20 @@ def two_steps(model: nn.Module, draw: Any = rows) -> Any:
     return seen
 
 
+def assert_trains_alike(pool: WorkerPool, case: Case, ways: list[Way], draw: Any = rows) -> None:
+    """Two steps on four ranks, in each of these ways, are those of one device."""
+    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
+    run = partial(same_in_both_worlds, partial(two_steps, draw=draw), steps, [way.name for way in ways], case)
+    assert pool.run(run, nprocs=4) == [[]] * 4
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_an_ordinary_model_trains_as_on_one_device(name: str, pool: WorkerPool) -> None:
     case = Case(name, MODELS[name], rows)
     planned = Way("tensor", TENSOR[name]) if name in TENSOR else Way("planner")
     ways = [planned, Way("zdp", {"*": "zdp"})]
-    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
-    run = partial(same_in_both_worlds, two_steps, steps, [way.name for way in ways], case)
-    assert pool.run(run, nprocs=4) == [[]] * 4
+    assert_trains_alike(pool, case, ways)
 
 
 def test_a_batch_without_rows_is_refused() -> None:
@@ -478,9 +483,7 @@ class Reparametrized(nn.Module):
 def test_reparametrized_weights_train_as_on_one_device(pool: WorkerPool) -> None:
     case = Case("reparametrized", Reparametrized, rows)
     ways = [Way("zdp", {"*": "zdp"}), Way("tensor", {"*": "tensor:4"})]
-    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
-    run = partial(same_in_both_worlds, two_steps, steps, [way.name for way in ways], case)
-    assert pool.run(run, nprocs=4) == [[]] * 4
+    assert_trains_alike(pool, case, ways)
 
 
 # -- quantization-aware training
@@ -570,9 +573,7 @@ class ChannelNorms(nn.Module):
 def test_strides_that_fake_kernels_do_not_know(pool: WorkerPool) -> None:
     case = Case("channels", ChannelNorms, images)
     ways = [Way("tensor", {"*": "tensor:4"}), Way("column", {"*": "column"})]
-    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
-    run = partial(same_in_both_worlds, partial(two_steps, draw=images), steps, [way.name for way in ways], case)
-    assert pool.run(run, nprocs=4) == [[]] * 4
+    assert_trains_alike(pool, case, ways, images)
 
 
 # -- what torch computes with numbers and sizes that depend on values
@@ -614,6 +615,4 @@ def speech(generator: torch.Generator, size: int = 8) -> dict[str, Tensor]:
 def test_losses_and_norms_with_sizes_of_their_own_train_as_on_one_device(pool: WorkerPool) -> None:
     case = Case("aligned", Aligned, speech)
     ways = [Way("zdp", {"*": "zdp"}), Way("tensor", {"*": "tensor:4"})]
-    steps = compile_ways(case.model(DTYPE), case, DTYPE, 4, ways)
-    run = partial(same_in_both_worlds, partial(two_steps, draw=speech), steps, [way.name for way in ways], case)
-    assert pool.run(run, nprocs=4) == [[]] * 4
+    assert_trains_alike(pool, case, ways, speech)
